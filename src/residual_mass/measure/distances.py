@@ -222,7 +222,7 @@ def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) 
     and hardly vary between documents.
     """
     length, anchors = args.prompt_tokens, AnchorSpec()
-    folded = None if phi is None else phi.on(backbone.device).folded()
+    folded = None if phi is None else phi.on(backbone.model).folded()
     counts: dict[str, list[Tensor]] = {method: [] for method in args.methods}
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:

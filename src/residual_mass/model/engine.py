@@ -119,7 +119,7 @@ class SharedPrefillEngine:
         if label not in phi:
             raise ValueError(f"method {arm.method} needs phi maps{'' if label is None else f' {label}'}")
         phi[label].require(self.backbone.shape, self.backbone.spec.model_id, self.backbone.spec.revision)
-        return phi[label].on(self.backbone.device)
+        return phi[label].on(self.backbone.model)
 
     @torch.no_grad()
     def generate(

@@ -23,7 +23,6 @@ from residual_mass.methods.arms import Arm, percent_of_share
 from residual_mass.model.hook import (
     attention_hook,
     attention_layers,
-    device_of,
     exact_attention,
     sinks_of,
     text_config,
@@ -122,7 +121,7 @@ def partial_session(
     if arm.needs_maps:
         assert phi is not None
         phi.require(HeadShape.of(text_config(model)))
-        session.maps, session.shape = phi.on(device_of(model)).folded(), phi.shape
+        session.maps, session.shape = phi.on(model).folded(), phi.shape
     return session
 
 

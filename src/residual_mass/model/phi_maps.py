@@ -64,9 +64,13 @@ class PhiMaps(nn.Module):
         self.query = nn.ModuleList(_make(map_spec, shape.query_heads, shape.head_dim) for _ in range(shape.layers))
         self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
 
-    def on(self, device: torch.device) -> PhiMaps:
-        """Returns these maps if they are on `device`, otherwise a copy (`to` would move the caller's maps)."""
-        return self if next(self.parameters()).device == device else copy.deepcopy(self).to(device)
+    def on(self, model: nn.Module) -> PhiMaps:
+        """Returns these maps if they are on the model's device and as wide as it is, otherwise such a copy (`to` would
+        change the caller's maps).
+        """
+        own, other = next(self.parameters()), next(model.parameters())
+        where = (other.device, torch.promote_types(own.dtype, other.dtype))
+        return self if (own.device, own.dtype) == where else copy.deepcopy(self).to(*where)
 
     @torch.no_grad()
     def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:

@@ -103,7 +103,7 @@ class StaticDecoder:
             if phi is None:
                 raise ValueError(f"method {self.rule.name} needs phi maps")
             phi.require(HeadShape.of(model.config))
-            maps = phi.on(self.device).folded()
+            maps = phi.on(model).folded()
         self.caches = [
             prepared(cache, self.rule, key_map, anchors) for cache, (_, key_map) in zip(caches, maps, strict=True)
         ]
@@ -154,7 +154,7 @@ class StaticDecoder:
         query_map, kernel = self.query_maps[layer], self.query_kernels[layer]
         if kernel is not None:
             return kernel(query.squeeze(2))
-        return None if query_map is None else map_heads(query_map, query).squeeze(2)
+        return None if query_map is None else map_heads(query_map, query).squeeze(2).float()
 
     @torch.no_grad()
     def prepare(self) -> None:

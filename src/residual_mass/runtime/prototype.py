@@ -83,7 +83,7 @@ class PrototypeDecoder(CacheDecoder):
         steps: int,
     ) -> None:
         self.rule, self.device = method_named(method), device_of(model)
-        self.phi = None if phi is None else phi.on(self.device)
+        self.phi = None if phi is None else phi.on(model)
         length = next(iter(read.layers.values()))[0].shape[2]
         self.k = min(k, length)
         sinks = min(anchors.sink, length)

@@ -40,14 +40,14 @@ def both(model: PreTrainedModel, method: str, prompt: Tensor, budget: float, phi
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_are_those_of_partial_kv(method: str, tiny_backbone: Backbone, phi: PhiMaps) -> None:
-    """Whatever the length of the prompt, the heads and the anchors."""
+    """Whatever the length of the prompt, the heads, the anchors and the model's dtype."""
     for length in (1, 30, 150):
         assert both(tiny_backbone.model, method, prompt_of(length), 0.15, phi).shape[1] > length + 1
     layers = attention_layers(tiny_backbone.model)
     assert not any(hasattr(layer, "residual_mass_handler") for layer in layers)
-    for heads, kv_heads in ((3, 3), (4, 1)):
+    for heads, kv_heads, dtype in ((3, 3, torch.float32), (4, 1, torch.float64)):
         other = backbone_of(heads, kv_heads)
-        both(other.model, method, prompt_of(60), 0.3, random_maps(other), num_sink=3, num_tail=5)
+        both(other.model.to(dtype), method, prompt_of(60), 0.3, random_maps(other), num_sink=3, num_tail=5)
 
 
 @pytest.mark.parametrize("place", [0, 1, 5])
