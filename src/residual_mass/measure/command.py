@@ -187,14 +187,15 @@ def verdict(measured: Measured) -> str:
     own, full = measured.seconds[choice.method], measured.seconds["full"]
     slower = ": slower on this machine, where it saves bytes and no time" if own > full else ""
     asked = f'method="{choice.method}", budget={choice.budget_percent / 100:g})'
-    use = f"    with partial_kv(model, {asked}:\n        output = model.generate(**inputs)"
+    name, use = "partial_kv", f"with partial_kv(model, {asked}:\n        output = model.generate(**inputs)"
     if choice.method in measured.packed:
-        use = f"    output = model.generate(**inputs, custom_generate=partial_decoding({asked})"
+        name, use = "partial_decoding", f"output = model.generate(**inputs, custom_generate=partial_decoding({asked})"
     return (
         f"{choice.method} with {choice.budget_percent:g} % of the prompt read exactly by a query head is the cheapest "
         f"that stays below {target:g} nats on {texts}: a step reads {100 * choice.read:.0f} % of the bytes that full "
         f"attention reads{over}; the interval of its KL ends at {choice.high:.2g}.\n"
-        f"It takes {own:.2g} s a token here, full attention {full:.2g} s{slower}.\n\n{use}"
+        f"It takes {own:.2g} s a token here, full attention {full:.2g} s{slower}.\n\n"
+        f"    from residual_mass import {name}\n\n    {use}"
     )
 
 
@@ -220,17 +221,15 @@ def limits(measured: Measured) -> Iterator[str]:
     for text in measured.texts:
         count = len(text.sequences)
         if count < args.documents:
-            yield f"{text.name} has {count} documents and not {args.documents}: it holds no more text."
+            yield f"{text.name} has {count} of {args.documents} documents: it holds no more text."
         if text.sources < count:
+            files = "one file" if text.sources == 1 else f"{text.sources} files"
             yield (
-                f"{text.name}: {count} documents come from {text.sources} files. Parts of one file are alike, so the "
-                "interval is about these files and too narrow for others."
+                f"{text.name}: {count} documents come from {files}. Parts of a file are alike, so the interval is "
+                f"about {files} and too narrow for others."
             )
-    if (fewest := min(len(text.sequences) for text in measured.texts)) < FEW:
-        yield (
-            f"{fewest} documents are few: one in ten that is far worse may not be among them. Decide on --documents "
-            f"{FEW} or more."
-        )
+    if min(len(text.sequences) for text in measured.texts) < FEW:
+        yield f"Among few documents one in ten that is far worse may be missing: decide on --documents {FEW} or more."
     yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
     yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
     yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 
 import pandas as pd
 import pytest
@@ -372,10 +373,15 @@ def test_layers_with_a_window_stay_exact(tmp_path: Path) -> None:
 @needs(KERNELS)
 def test_a_method_with_kernels_is_timed_and_offered_with_them(tmp_path: Path) -> None:
     options = "--length 1k --budgets 25 --methods scan4_regression_64 --target-kl 100"
-    found = measure(on_a_text(tiny_llama(width=64), tmp_path, *options.split()))
+    found = measure(on_a_text(model := tiny_llama(width=64), tmp_path, *options.split()))
     assert found.packed == ("scan4_regression_64",) and found.seconds["scan4_regression_64"] > 0
     text = command.printed(found)
     assert 'custom_generate=partial_decoding(method="scan4_regression_64", budget=0.25)' in text
+    assert "3 documents come from one file." in text
+    for packed in (found.packed, ()):
+        names = {"model": model, "inputs": {"input_ids": torch.ones(1, 30, dtype=torch.long), "max_new_tokens": 3}}
+        exec(dedent(command.verdict(replace(found, packed=packed)).partition("\n\n")[2]), names)
+        assert names["output"].shape == (1, 33)
     assert "no fast step" not in text and "Below some 8,000 tokens cache8" in text
     long = replace(found, args=replace(found.args, length="16k"))
     assert not any("cache8" in line for line in command.limits(long))
