@@ -14,17 +14,18 @@ from markupsafe import Markup, escape
 from residual_mass.files import write_text
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import interval, read_frame
+from residual_mass.paper.comparison import NOT_RUN
 from residual_mass.paper.document import FRAME, context, warnings
 from residual_mass.paper.figures import caption_of
 from residual_mass.paper.latex import Field, block, environment, fill, printed
 from residual_mass.paper.tables import find, middle_budget
-from residual_mass.paper.titles import corpus_title, method_title
+from residual_mass.paper.titles import method_title, text_title
 from residual_mass.provenance import Record
 from residual_mass.study.specs import ReportSpec
 
 LETTERS = {
     r"\phi": "φ", r"\ell": "ℓ", r"\Delta": "Δ", r"\dagger": "†", r"\ddagger": "‡", r"\circ": "°", r"\log": "log ",
-    r"\hat Z": "Ẑ", r"\mathrm": "", r"\mathcal": "", r"\times": "×", "{+}": "+", "{=}": "=", "-": "−", "<": "&lt;",
+    r"\hat Z": "Ẑ", r"\mathrm": "", r"\mathcal": "", r"\times": "×", "{+}": "+", "{=}": "=", "-": " − ", "<": " &lt; ",
 }  # fmt: skip
 """What of the mathematics in titles and captions HTML says otherwise."""
 MARKS = {"": "", "above": "†", "below": "‡"}
@@ -34,8 +35,6 @@ SECTIONS = {
     "Attention outputs and costs": ("diagnostics", "maps", "training", "runtime"),
 }
 """What the tables of a section are of."""
-SWEEPS = ("ruler_sweep", "babilong_sweep", "natural_main")
-"""Tables of scores whose tests the page counts."""
 
 
 def run(
@@ -52,7 +51,7 @@ def run(
     verdicts = rows["verdict"].str.split(" by ").str[0].groupby(rows["table"], sort=False)
     pages = environment(template, autoescape=True)
     pages.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
-    pages.filters |= {"method": method_title, "corpus": corpus_title}
+    pages.filters |= {"method": method_title, "corpus": text_title}
     shown = {
         "spec": spec, "warnings": warnings({each.model_id: each.weights for each in spec.backbones}),
         "pictures": [
@@ -63,7 +62,7 @@ def run(
             title: [_table(of, template) for label, of in cells.items() if find(label).of in kinds]
             for title, kinds in SECTIONS.items()
         },
-        "verdicts": {label: counts.value_counts().to_dict() for label, counts in verdicts},
+        "verdicts": {label: of.value_counts().to_dict() for label, of in verdicts if (of != NOT_RUN).any()},
     }  # fmt: skip
     write_text(out, fill(pages, template, lambda found: found.render(shown | opening(spec, cells))))
     record.write(out)
@@ -83,8 +82,8 @@ def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
         at = {row["method"]: row for row in shown[::-1] if [row["backbone"], row["corpus"], row["length"]] == place}
         return [at[name] for name in names] if set(names) <= set(at) else None
 
-    scores = [row for label in SWEEPS for row in rows.get(label, []) if row["method"] == spec.recommended]
-    tested = [row for row in scores if row["gain"]]
+    scores = [row for label in ("ruler_sweep", "babilong_sweep", "natural_main") for row in rows.get(label, [])]
+    tested = [row for row in scores if row["method"] == spec.recommended and row["gain"]]
     gains, marked = [float(row["gain"]) for row in tested], sum(row["mark"] != "" for row in tested)
     distance, reads = both("fidelity", KL.name), both("deployable", "step_share")
     return {"budget": budget, "distance": distance, "reads": reads, "gains": gains, "marked": marked}

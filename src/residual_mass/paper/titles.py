@@ -1,4 +1,4 @@
-"""What tables call benchmarks, tasks, methods and variants of the feature maps: text with mathematics in dollars."""
+"""What tables call corpora, benchmarks, methods and variants of the feature maps: text with mathematics in dollars."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from residual_mass.core.settings import length_and_variant
 from residual_mass.methods import METHODS
 from residual_mass.methods.residuals import PHI
 
-BENCHMARK_TITLES = {"ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench"}
-CORPUS_TITLES = {
-    "wiki": "Wikipedia", "wikitext": "WikiText", "books": "Books", "code": "Code", "cwe": "CWE",
-    "needles": "Needles",
+TEXT_TITLES = {
+    "ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench", "wiki": "Wikipedia", "wikitext": "WikiText",
+    "books": "Books", "code": "Code", "cwe": "CWE", "needles": "Needles",
 }  # fmt: skip
 METHOD_TITLES = {method.name: method.title for method in METHODS}
 OURS = "Ours"
@@ -38,12 +37,9 @@ def title_parts(method: str) -> tuple[str, str]:
     return selector, residual
 
 
-def benchmark_title(benchmark: str) -> str:
-    return BENCHMARK_TITLES.get(benchmark, benchmark)
-
-
-def corpus_title(corpus: str) -> str:
-    return CORPUS_TITLES.get(corpus, corpus)
+def text_title(name: str) -> str:
+    """Returns the title of a corpus or a benchmark, or its name where it has none."""
+    return TEXT_TITLES.get(name, name)
 
 
 def trained_at_title(maps: str) -> str:

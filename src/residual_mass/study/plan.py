@@ -25,7 +25,7 @@ from residual_mass.methods.step_bytes import packing_of
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper.comparison import COMPARED, settings_of
 from residual_mass.paper.tables import RUNTIME, TABLES
-from residual_mass.paper.titles import benchmark_title
+from residual_mass.paper.titles import text_title
 from residual_mass.provenance import MANIFEST
 from residual_mass.recipes import RECIPES
 from residual_mass.study import paths, specs
@@ -437,7 +437,7 @@ class Plan(Configuration):
     def _figure_title(self, shown: Figure) -> str:
         """The backbone, unless there are several, and the text that a figure shows."""
         names = shown.of("backbone", "backbones")
-        text = map(benchmark_title, shown.of("corpus", "text", "length"))
+        text = map(text_title, shown.of("corpus", "text", "length"))
         return ", ".join([*self.titles(names).values(), *text] if len(names) == 1 else text)
 
     def _document_spec(self, study: str) -> specs.DocumentSpec:

@@ -24,7 +24,7 @@ from residual_mass.methods import method_named
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.paper.figures import FIGURES, run
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
-from residual_mass.paper.titles import method_title, title_parts, trained_at_title
+from residual_mass.paper.titles import method_title, text_title, title_parts, trained_at_title
 from residual_mass.study import figures as configured
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -49,7 +49,9 @@ def test_nothing_leaves_the_page(kind: str) -> None:
     with paper_style():
         figure.draw_without_rendering()
         boxes = [axis.title.get_window_extent() for axis in figure.axes] + [figure.legends[0].get_window_extent()]
+        labels = [(axis.yaxis.label.get_window_extent().height, axis.bbox.height) for axis in figure.axes]
     assert all(-1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1 for box in boxes)
+    assert all(label <= height for label, height in labels)
     assert r"Costs \$5 & more_" in figure.get_suptitle()
 
 
@@ -213,7 +215,7 @@ def test_training_curves_show_the_errors_of_every_length() -> None:
     for curve in drawn.lines(figure.axes[3]):
         np.testing.assert_allclose(curve, [(step, 1 + (60 - step) / 60) for step in (0, 20, 30)])
     assert {line.get_color() for line in figure.axes[3].lines} == {BLUE, VERMILLION} and len(figure.axes) == 4
-    assert figure.get_suptitle().endswith("held-out text: wiki")
+    assert figure.get_suptitle().endswith("held-out text: Wikipedia")
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
@@ -359,7 +361,7 @@ def test_histograms_count_every_row_or_head(kind: str, tmp_path: Path) -> None:
     for axis, frame in zip(figure.axes, frames, strict=True):
         values, title = slow_values(kind, frame), axis.get_title()
         check_bins(axis, values)
-        assert title.startswith(f"{frame['corpus'].iloc[0]}, {frame['length'].iloc[0]}, $K = 21$")
+        assert title.startswith(f"{text_title(frame['corpus'].iloc[0])}, {frame['length'].iloc[0]}, $K = 21$")
         assert f"{np.mean(np.less(values, 0)):.1%} " in title and f"mean ${np.mean(values):+.2f}"[:-1] in title
     beyond = "beyond the range, in the outermost bin" in [text.get_text() for text in figure.legends[0].get_texts()]
     assert beyond == (kind == "logz_calibration") == figure.axes[0].get_title().endswith("\n2 of 120 rows left out")

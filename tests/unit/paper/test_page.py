@@ -20,6 +20,8 @@ from residual_mass.study.specs import BackboneSpec, ReportSpec
 BACKBONE = BackboneSpec("mini", "org/Small<LM>", "r1", "hub", "float32", "small", 4096, False, name="smol")
 SPEC = ReportSpec("mini", (BACKBONE,), {"fidelity": "Small"}, budgets=(0.5, 1.0, 2.0), recommended="topk_phi")
 
+VERDICTS = "ruler_sweep,agrees\nruler_sweep,differs by +0.1\nruler_sweep,differs by -2\ndphi_ablation,not run\n"
+
 
 def distances() -> pd.DataFrame:
     """Cells of a table of fidelity."""
@@ -34,7 +36,7 @@ def make(folder: Path, **changes: Any) -> str:
     figure = folder / "fidelity.png"
     save(Figure(figsize=(1, 1)), figure.with_suffix(".pdf"), figure)
     comparison = folder / "comparison.csv"
-    comparison.write_text("table,verdict\nruler_sweep,agrees\nruler_sweep,differs by +0.1\nruler_sweep,differs by -2\n")
+    comparison.write_text("table,verdict\n" + VERDICTS)
     given = {"tables": tables, "figures": [recorded(figure)], "comparison": recorded(comparison)} | changes
     out = folder / "report.html"
     page.run(SPEC, *given.values(), TEMPLATES / "report.html.j2", out)
@@ -69,6 +71,7 @@ def test_nothing_is_loaded_from_outside_and_nothing_runs(html: str) -> None:
     assert "org/Small&lt;LM&gt;" in html and "<LM>" not in html
     assert "prefers-color-scheme: dark" in html and "width=device-width" in html
     assert "<th>Top-<i>K+φ</i></th>" in html  # mathematics as letters
+    assert "remain at <i>p &lt; 0.05</i> after" in " ".join(html.split())
 
 
 def test_it_opens_with_findings_and_the_figure_of_fidelity(html: str) -> None:
@@ -88,4 +91,4 @@ def test_it_opens_with_findings_and_the_figure_of_fidelity(html: str) -> None:
 
 def test_the_same_bytes_twice_and_no_comparison(html: str, tmp_path: Path) -> None:
     assert make(tmp_path) == html
-    assert "Beside the paper" not in make(tmp_path, comparison=None)
+    assert "dphi_ablation" not in html and "Beside the paper" not in make(tmp_path, comparison=None)

@@ -28,7 +28,7 @@ from residual_mass.paper.figures.style import (
     make_logarithmic,
     panels,
 )
-from residual_mass.paper.titles import benchmark_title, corpus_title, method_title, trained_at_title
+from residual_mass.paper.titles import method_title, text_title, trained_at_title
 from residual_mass.study.specs import FigureSpec
 
 TOKENS = ["text", "continuation", "state", "method", "budget_percent", "maps", "task", "index", "position", "full_nll"]
@@ -68,7 +68,7 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     rows = rows.assign(
         arm=rows["method"].mask(other, rows["maps"]),
         title=rows["method"].map(method_title).mask(other, rows.loc[other, "maps"].map(trained_at_title)),
-        place=rows["text"].map(benchmark_title).map(corpus_title) + ", " + rows["length"] + ": " + counted,
+        place=rows["text"].map(text_title) + ", " + rows["length"] + ": " + counted,
     )
     figure = against_budget(rows, DISTANCE, looks)
     figure.axes[-1].fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label="95% interval")
@@ -97,7 +97,7 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
             places = np.arange(len(points))
             x = places + DODGE * ((number + 0.5) / len(methods) - 0.5)
             axis.vlines(x, points["low"], points["high"], color=look["color"], linewidth=1)
-            axis.plot(x, points["mean"], **look | {"linestyle": "-", "linewidth": 0.6}, label=method_title(method))
+            axis.plot(x, points["mean"], **look | {"linewidth": 0.6}, label=method_title(method))
             labels = [f"{names[each]}\n({size:,.0f})" for each, size in points["tokens"].items()]
             axis.set_xticks(places, labels, fontsize=6.5)
             axis.set_xlim(-0.5, len(points) - 0.5)
@@ -108,7 +108,7 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     distribution.set(title="(a) tokens at least this far off", xlabel=DISTANCE, ylabel="share of tokens")
     for axis, (title, label) in zip(means, PANELS, strict=True):
         axis.sharey(means[0])
-        axis.set(title=title, xlabel=label, ylabel=f"mean {DISTANCE}")
+        axis.set(title=title, xlabel=label, ylabel=f"mean KL, {KL.unit}")
     make_logarithmic(means[0].yaxis)
     means[-1].plot([], [], color=GREY, linestyle="", marker="|", markersize=8, label="95% interval")
     return finish(figure, spec, f": single tokens at a budget of {spec.budget_percent:g}%")

@@ -24,6 +24,7 @@ from residual_mass.paper.figures.style import (
     panels,
     plain,
 )
+from residual_mass.paper.titles import text_title
 from residual_mass.study.specs import FigureSpec
 
 HEAD = ["layer", "head"]
@@ -84,7 +85,7 @@ def _scatter(axis: Axes, heads: pd.DataFrame, y: str) -> None:
     """Draws one mark per head; crosses and circles distinguish heads in print without colour."""
     helps = heads["gain"] > 0
     for chosen, colour, marker, width, label in (
-        (helps, BLUE, "o", 0, "completion helps the head"), (~helps, VERMILLION, "x", 0.7, "it does not")
+        (helps, BLUE, "o", 0, "the estimate helps the head"), (~helps, VERMILLION, "x", 0.7, "it does not")
     ):  # fmt: skip
         look = {"s": 9, "c": colour, "alpha": 0.6, "marker": marker, "linewidths": width, "label": label}
         axis.scatter("h_mid", y, data=heads[chosen], **look)
@@ -104,9 +105,9 @@ def _at(heads: pd.DataFrame) -> str:
 
 @figure
 def entropy_gain(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""Gain of completion per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, against the mid-normalised
-    entropy $H_{\mathrm{mid}}$ of the head's attention, for every budget. Above zero, adding the residual estimate helps
-    the head.
+    r"""Gain per query head, the error of Top-$K$ less that of Top-$K{+}\phi$, for every budget. Above zero, adding the
+    residual estimate helps. $H_{\mathrm{mid}}$ is the entropy of the head's attention to all tokens but the first and
+    the last ones, and 1 where they have equal weights.
     """
     keys = ["backbone", *BUDGET]
     frames = [head_means(path, [*keys, *HEAD], [*ERRORS, "h_mid"]) for path in data]
@@ -208,6 +209,7 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     """
     frames = [captured(path, [*PANEL, "log_z_hat", "log_z_true"], spec.budget_percent) for path in data]
     rows = pd.concat(frames, ignore_index=True)
+    rows["corpus"] = rows["corpus"].map(text_title)
     rows["value"] = rows["log_z_hat"].astype(float) - rows["log_z_true"].astype(float)
     sizes = rows.groupby(PANEL).size()
     finite = rows[np.isfinite(rows["value"])].groupby(PANEL, sort=False)["value"]
@@ -219,11 +221,9 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     figure, axes = panels(1.55, len(finite), 2, label, "share of rows")
     for axis, (name, values) in zip(axes, finite, strict=True):
         _draw_bins(axis, values, edges, ("underestimated", "overestimated"))
-        count = sizes[name]
+        left_out = sizes[name] - len(values)
         found = f"mean ${values.mean():+z.2f}$, {(values < 0).mean():.1%} underestimated"
-        axis.set_title(
-            f"{TITLE.format(*name)}\n{found}\n{count - len(values):,} of {count:,} rows left out", fontsize=7
-        )
+        axis.set_title(f"{TITLE.format(*name)}\n{found}\n{left_out:,} of {sizes[name]:,} rows left out", fontsize=7)
     axes[0].xaxis.set_major_locator(MaxNLocator(9, integer=True, steps=[1, 2, 5, 10]))
     return finish(figure, spec)
 
@@ -238,6 +238,7 @@ def fullsub_nosub_delta(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     if (heads["k"] == 0).any():
         problem = f"K is 0 at {spec.budget_percent:g}%, where nothing is subtracted; set a larger diagnostics.budget"
         raise ValueError(f"figure {spec.label}: {problem}")
+    heads["corpus"] = heads["corpus"].map(text_title)
     heads["value"] = heads["e_sub"] - heads["e_nosub"]
     width = heads["value"].abs().median()  # half of the heads are where the scale is about linear
     low, high = np.arcsinh([min(0, heads["value"].min()) / width, max(0, heads["value"].max()) / width])

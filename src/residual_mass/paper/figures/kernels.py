@@ -26,7 +26,7 @@ from residual_mass.paper.figures.style import (
     panels,
     plain,
 )
-from residual_mass.paper.titles import OURS, variant_title
+from residual_mass.paper.titles import OURS, text_title, variant_title
 from residual_mass.study.specs import FigureSpec
 
 SHOWN = 20_000
@@ -65,8 +65,8 @@ def _show_bulk(axis: Axes, keys: pd.DataFrame) -> str:
 
 @figure
 def kernel_sanity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""One head seen closely: the feature maps' score of a key against its exact kernel (a), both by rank of the exact
-    kernel (b), and the errors of its attention rows without and with completion (c).
+    r"""One head seen closely: the feature maps' estimate of a key's kernel, the attention weight before normalisation,
+    against the exact one (a), both by rank of the latter (b), and errors of attention rows without and with it (c).
     """
     kernels, heads = data
     keys = _keys(kernels, spec.maps[:1])
@@ -142,8 +142,8 @@ def ablation_kernel_fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 
 @figure
 def mass_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""Share $C_{\mathrm{mid}}(K)$ of the mid-region's attention mass that its $K$ largest kernels hold: of single
-    heads with low and with high entropy, and the median and the middle half of all heads.
+    r"""Share $C_{\mathrm{mid}}(K)$ of the attention mass between the first and the last tokens that the $K$ largest
+    weights hold: of single heads with low and with high entropy, and the median and the middle half of all heads.
     """
     mass_file, heads_file = data
     curves = head_means(mass_file, [*HEAD, "k"], ["c_mid"])
@@ -187,8 +187,8 @@ def _log(path: Path, length: str) -> pd.DataFrame:
 
 @figure
 def training_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""Errors on held-out text while the feature maps train, by trained length and budget, beside those of Top-$K$; and
-    the divergence of the estimated from the true attention weights.
+    r"""Errors on held-out text while the feature maps train, by trained length, beside those of Top-$K$: a panel for
+    each budget, with its $K$ at each length. And the divergence of the estimated from the true attention weights.
     """
     logs = pd.concat(map(_log, data, spec.maps), ignore_index=True).sort_values("step", kind="stable")
     looks, ranks = looks_of(spec.maps, first=()), sorted(set(logs["rank"]), reverse=True)
@@ -212,4 +212,4 @@ def training_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         axis.xaxis.set_major_formatter("{x:,.0f}")
     axes[0].plot([], [], color=GREY, linewidth=0.5, label="without subtraction")
     axes[0].plot([], [], color=GREY, linewidth=0.8, linestyle="--", label="Top-$K$")
-    return finish(figure, spec, f", held-out text: {logs['corpus'].iloc[0]}")
+    return finish(figure, spec, f", held-out text: {text_title(logs['corpus'].iloc[0])}")

@@ -28,7 +28,7 @@ from residual_mass.paper.figures.style import (
     panels,
 )
 from residual_mass.paper.tables.residuals import ORACLES, compared, on_front
-from residual_mass.paper.titles import corpus_title, method_title, title_parts
+from residual_mass.paper.titles import method_title, text_title, title_parts
 from residual_mass.study.specs import FigureSpec
 
 COLOURS = (*PALETTE[:-1], "#8C564B", "#7F7F00")
@@ -45,15 +45,15 @@ def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     files = [read_csv(path, NEEDED, "residual-errors") for path in data]
     rows = pd.concat([file[file["corpus"] == text] for file in files for text in spec.texts], ignore_index=True)
     packs = rows.groupby(["length", "corpus"])["packs"].transform("first")
-    place = rows["corpus"].map(corpus_title) + ", " + rows["length"] + ": " + packs + " packs"
+    place = rows["corpus"].map(text_title) + ", " + rows["length"] + ": " + packs + " packs"
     measured = {name: numbers(rows[name]) for name in ("budget_percent", "error", "recall")}
     return rows.assign(**measured, text=rows["corpus"], place=place, arm=rows["method"])
 
 
 @figure
 def error_by_k(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""Relative $\ell_1$ error of the attention output against full attention, averaged over heads and queries, by
-    method and budget; a panel for each length and text. All methods read the same tokens, the samples 32 more.
+    r"""Relative $\ell_1$ error of the attention output against full attention, averaged over heads, queries and packs
+    (sequences of tokens), by method, budget, length and text. All methods read the same tokens, the samples 32 more.
     """
     rows = compared_rows(spec, data)
     rows = rows[[method_named(name).selector == TopK() for name in rows["method"]]]
@@ -78,7 +78,7 @@ def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     if rows.empty:
         raise ValueError(f"figure {spec.label}: no method selects otherwise than by exact scores; compare one")
     rows = rows.assign(value=1 - rows["recall"], title=[title_parts(name)[0] for name in rows["method"]])
-    figure = against_budget(rows, "1 \N{MINUS SIGN} recall of the top K's mass", looks_of(rows["arm"]))
+    figure = against_budget(rows, "missed attention mass", looks_of(rows["arm"]))
     return finish(figure, spec, ": attention mass of the top K that selectors miss")
 
 
@@ -122,7 +122,7 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         best = best.iloc[on_front(list(zip(best["share"], best["value"], strict=True)))].sort_values("share")
         front: dict[str, Any] = {"color": "black", "linewidth": 1.4, "label": "front"}
         axis.plot(best["share"], best["value"], **front, drawstyle="steps-post", zorder=1.5)
-        axis.set_title(f"{corpus_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}", fontsize=7)
+        axis.set_title(f"{text_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}", fontsize=7)
         axis.set_ylabel(DISTANCE if metric == KL else metric.title)
         axis.grid()
     for axis in axes[: len(columns)]:

@@ -10,7 +10,7 @@ import pandas as pd
 from residual_mass.paper import published
 from residual_mass.paper.cells import FORMS, LEFT_OUT, best, cross, looked_up, numbers, part, with_values
 from residual_mass.paper.tables.layout import RUNTIME, Rows, lengths, middle_budget, table
-from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, corpus_title, method_title
+from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, method_title, text_title
 from residual_mass.study.labels import METHODS, PUBLISHED
 from residual_mass.study.specs import TableSpec
 
@@ -46,7 +46,7 @@ def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     columns = part("column", ACCOUNTING.values(), quantity=ACCOUNTING)
     cells = cross(part("block", titles, backbone=show.backbones), lines, columns)
     cells = with_values(looked_up(cells.assign(budget_percent=middle_budget(show)), found))
-    cells["row"] = cells["corpus"].map(corpus_title) + " | " + cells["length"] + " | " + cells["k"]
+    cells["row"] = cells["corpus"].map(text_title) + " | " + cells["length"] + " | " + cells["k"]
     signed = (cells["quantity"] == "log_z_error") & (cells["text"] != LEFT_OUT)
     cells["printed"] = cells["text"].mask(signed, "$" + cells["text"] + "$")
     if show.study != PUBLISHED:

@@ -12,7 +12,7 @@ import pandas as pd
 from residual_mass.core.settings import length_and_variant
 from residual_mass.paper import published
 from residual_mass.paper.cells import COMMON, SHAPE, cross, part
-from residual_mass.paper.titles import OWN_ROW, corpus_title, method_title
+from residual_mass.paper.titles import OWN_ROW, method_title, text_title
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import TableSpec
 
@@ -87,7 +87,7 @@ def backbones(show: TableSpec) -> pd.DataFrame:
 def backbones_by_text(show: TableSpec, corpora: Iterable[str]) -> pd.DataFrame:
     """Returns a group of columns per backbone and text."""
     groups = cross(backbones(show), part("corpus", dict.fromkeys(corpora)))
-    return groups.assign(group=groups["group"] + "\n" + groups["corpus"].map(corpus_title))
+    return groups.assign(group=groups["group"] + "\n" + groups["corpus"].map(text_title))
 
 
 def budgets(show: TableSpec) -> pd.DataFrame:

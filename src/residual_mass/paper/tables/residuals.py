@@ -12,7 +12,7 @@ from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
 from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, part, with_values
 from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
-from residual_mass.paper.titles import corpus_title, method_title
+from residual_mass.paper.titles import method_title, text_title
 from residual_mass.study.labels import TOPK
 from residual_mass.study.specs import TableSpec
 
@@ -92,7 +92,7 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
         )
     lines = pd.concat(lines, ignore_index=True)
     lines["row"] = lines["method"].map(method_title) + lines["front"].map({"1": "", "0": r"$^{\circ}$"})
-    lines["block"] = lines["corpus"].map(corpus_title)
+    lines["block"] = lines["corpus"].map(text_title)
     lines["grid"] = lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
     cells = _printed(cross(lines, part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)))
     cells.loc[cells["quantity"] == "", "text"] = cells["budget_percent"] + "%"

@@ -24,7 +24,7 @@ from residual_mass.paper.tables.layout import (
     middle_budget,
     table,
 )
-from residual_mass.paper.titles import OURS, benchmark_title, method_title, trained_at_title, variant_title
+from residual_mass.paper.titles import OURS, method_title, text_title, trained_at_title, variant_title
 from residual_mass.study.labels import PUBLISHED
 from residual_mass.study.specs import TableSpec
 
@@ -48,7 +48,7 @@ def natural_main(rows: Rows, show: TableSpec) -> pd.DataFrame:
 def stress_1pct(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Benchmarks by lengths, at the middle one of the budgets: 1 % of the paper's four."""
     names = ("ruler", "babilong")
-    blocks = part("block", map(benchmark_title, names), benchmark=names)
+    blocks = part("block", map(text_title, names), benchmark=names)
     return scores(rows, show, blocks.assign(budget_percent=middle_budget(show)), lengths(show))
 
 
@@ -88,7 +88,7 @@ def loss_ablation(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 def ablation(rows: Rows, show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
     names, (length,) = ("ruler", "babilong"), show.lengths
-    columns = part("column", (f"{benchmark_title(name)} {length}" for name in names), benchmark=names)
+    columns = part("column", (f"{text_title(name)} {length}" for name in names), benchmark=names)
     block = part("block", [""], length=[length]).assign(budget_percent=middle_budget(show))
     return scores(rows, show, block, columns, map_rows(show, title))
 
@@ -156,7 +156,7 @@ def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
     forced = pd.concat([_forced(rows, show, (NLL, FIRST), GOLD), _forced(rows, show, (KEPT,), GREEDY)])
     asked = [(name, length) for name in show.benchmarks for length in show.lengths_of.get(name, show.lengths)]
     names, at = zip(*asked, strict=True)
-    blocks = part("block", (f"{benchmark_title(name)} {length}" for name, length in asked), benchmark=names, length=at)
+    blocks = part("block", (f"{text_title(name)} {length}" for name, length in asked), benchmark=names, length=at)
     forced = forced.rename(columns={"text": "benchmark"})
     return _distances(forced, show, (NLL, FIRST, KEPT), blocks.assign(corpus=""), backbones(show), "examples")
 
