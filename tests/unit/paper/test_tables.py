@@ -100,6 +100,13 @@ def test_a_missing_cell_is_refused_by_name_and_one_that_is_left_out_is_a_dash() 
         made("stress_1pct", rows, replace(spec, benchmarks=("longbench",)))
 
 
+def test_an_ablation_has_no_column_of_a_benchmark_that_is_not_evaluated() -> None:
+    rows, spec = study_rows("loss_ablation")
+    cells = made("loss_ablation", rows, replace(spec, benchmarks=("ruler",)))
+    assert set(cells["benchmark"]) == {"ruler"} and "BABILong" not in latex(cells)
+    assert set(made("loss_ablation", rows, spec)["benchmark"]) == {"ruler", "babilong"}
+
+
 def test_captions_name_data_weights_and_sizes() -> None:
     rows, spec = study_rows("babilong_sweep", data="simulated", weights="random", n="40", model_id="org/Other_LM")
     tex = latex(made("babilong_sweep", rows, spec))

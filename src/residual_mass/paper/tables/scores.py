@@ -87,7 +87,7 @@ def loss_ablation(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def ablation(rows: Rows, show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
-    names, (length,) = ("ruler", "babilong"), show.lengths
+    names, (length,) = [name for name in ("ruler", "babilong") if name in show.benchmarks], show.lengths
     columns = part("column", (f"{text_title(name)} {length}" for name in names), benchmark=names)
     block = part("block", [""], length=[length]).assign(budget_percent=middle_budget(show))
     return scores(rows, show, block, columns, map_rows(show, title))
