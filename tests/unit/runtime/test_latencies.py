@@ -68,7 +68,7 @@ def rows(one_layer: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     out = tmp_path_factory.mktemp("runtime") / "runtime_tiny.csv"
     latencies.run(SPEC, one_layer, out)
     meta = json.loads(out.with_name(f"{out.name}.meta.json").read_text())
-    assert meta["device"] == "cpu" and meta["hardware"].endswith(" threads")
+    assert meta["device"] == "cpu" and meta["hardware"].endswith(", 1 thread")
     with open(out, encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
 

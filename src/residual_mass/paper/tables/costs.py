@@ -112,7 +112,7 @@ def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
 
 def _effort(cell: Mapping[str, str]) -> str:
     """`200k steps on 8xH200`, with a proper cross. As in the paper, makers are left out; the CSV has a CPU's."""
-    shown = re.sub(r".*, (?=\d+ threads$)", "CPU, ", cell["hardware"])
+    shown = re.sub(r".*, (?=\d+ threads?$)", "CPU, ", cell["hardware"])
     counted = (shown and not shown.startswith("CPU")) or int(cell["processes"] or 1) > 1
     times = rf"{cell['processes'] or 1}$\times$" if counted else ""
     steps = FORMS["steps"](int(cell["steps"]))
