@@ -35,7 +35,7 @@ COLUMNS = (
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
 COMPARED = [
-    *(label for label in TABLES if label in published.labels() and label != "phi_param_count"),
+    *(each.label for each in TABLES if each.label in published.labels() and each.label != "phi_param_count"),
     *(label for label in published.labels() if label.startswith(RUNTIME)),
 ]
 """Labels of the compared tables."""

@@ -378,7 +378,7 @@ class Plan(Configuration):
     def table(self, w: Wildcards) -> Work:
         """Any registered table may be asked for, listed in the study or not."""
         study, names = self.study_named(w), self.backbones_of(w.study)
-        labels = [*(label for label in TABLES if label != RUNTIME), *(f"{RUNTIME}{name}" for name in names)]
+        labels = [*(each.label for each in TABLES if each.label != RUNTIME), *(f"{RUNTIME}{name}" for name in names)]
         known("table", w.label, labels, file_of(w.study))
         results, spec = shown_by(self, study, w)
         if not results:

@@ -76,7 +76,8 @@ def figure(draw: Draw) -> Draw:
     mathematics between dollars. Raises ValueError for a name that has one.
     """
     if draw.__name__ in FIGURES:
-        raise ValueError(f"figure {draw.__name__} is registered twice; give one of them another name")
+        modules = f"{FIGURES[draw.__name__].__module__} and {draw.__module__}"
+        raise ValueError(f"figure {draw.__name__} is registered in {modules}; give one of them another name")
     FIGURES[draw.__name__] = draw
     return draw
 

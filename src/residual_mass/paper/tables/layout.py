@@ -52,29 +52,31 @@ class Table:
         return cells.assign(**flags).reindex(columns=columns).astype(object).fillna("").astype(str)
 
 
-TABLES: dict[str, Table] = {}
+TABLES: list[Table] = []
 RUNTIME = "runtime_"
 """What labels of the tables of latencies begin with; the backbone follows."""
 
 
 def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
-    """Registers a table under a label; the facts are those of `Table`. Raises ValueError for a label that has one."""
+    """Registers a table under a label; the facts are those of `Table`."""
 
     def register(make: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
-        if label in TABLES:
-            raise ValueError(f"table {label!r} is registered twice; give one of them another label")
-        TABLES[label] = Table(label, make, **facts)
+        TABLES.append(Table(label, make, **facts))
         return make
 
     return register
 
 
 def find(label: str) -> Table:
-    """Returns the table of a label. Raises ValueError when there is none."""
+    """Returns the table of a label. Raises ValueError when there is none, or there are two."""
     name = RUNTIME if re.fullmatch(rf"{RUNTIME}[a-z0-9][a-z0-9._-]*", label) else label
-    if name not in TABLES:
-        raise ValueError(f"table {label!r} is unknown; known are {', '.join(TABLES)}<backbone>")
-    return TABLES[name]
+    found = [each for each in TABLES if each.label == name]
+    if not found:
+        raise ValueError(f"table {label!r} is unknown; known are {', '.join(each.label for each in TABLES)}<backbone>")
+    if len(found) > 1:
+        modules = " and ".join(each.make.__module__ for each in found)
+        raise ValueError(f"table {label!r} is registered in {modules}; give one of them another label")
+    return found[0]
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
