@@ -18,7 +18,7 @@ TARGETS = {
     "paper_tables/published/runtime_smol.tex": "table 'runtime_smol' is not in the paper, which has babilong_sweep, ",
     "paper_tables/mini/figures/heat.pdf": f"figure 'heat' is not in {MINI}, which has fidelity, ",
     "paper_tables/small/main.pdf": "study 'small' is not in config/studies, which has methods, mini, paper",
-    "all --config exmples=3": "configuration: exmples: unknown key; `python -m residual_mass.study.reference` explains",
+    "all --config exmples=3": "configuration: exmples: unknown key (did you mean examples?); `python -m ",
 }
 
 
@@ -38,7 +38,7 @@ SETTINGS: list[tuple[str, Any, str]] = [
     ("assets", "results/{x}", PATTERN),
     ("assets", "results\ntouch pwned", PATTERN),
     ("backbones", {"$(touch pwned)": {}}, f"backbones.$(touch pwned): {PATTERN}"),
-    ("backbones.smol.contxt", 1, "unknown key"),
+    ("backbones.smol.contxt", 1, "unknown key (did you mean context?)"),
     ("backbones.smol.dtype", "bfloat16", "write `requires_gpu: true`"),
     ("backbones.smol.study", "small", "small is not one of methods, mini, paper"),
     ("backbones.smol.context", 1024, "1024 tokens, but study mini has 2k"),
@@ -65,7 +65,10 @@ def test_a_wrong_setting(key: str, value: Any, words: str) -> None:
 
 
 STUDIES: list[tuple[str, dict[str, Any], str]] = [
-    ("mini", {"phi.objective.lambda_l": 1}, "phi.objective.lambda_l: unknown key"),
+    ("mini", {"phi.objective.lambda_l": 1}, "phi.objective.lambda_l: unknown key (did you mean lambda_kl?); "),
+    ("mini", {"phi.curriculum": {"lenth": "512"}}, "phi.curriculum.lenth: unknown key (did you mean length?); "),
+    ("mini", {"figures.fidelity.txt": "wiki"}, "figures.fidelity.txt: unknown key (did you mean text?); "),
+    ("mini", {"nothing_like_it": 1}, "nothing_like_it: unknown key; "),
     ("mini", {"diagnostics.packs": ...}, "diagnostics.packs: missing key"),
     ("mini", {"lengths": [512, "2k"]}, "lengths.0: Input should be a valid string, not 512"),
     ("mini", {"lengths": ["1k\n"]}, f"lengths.0: {PATTERN}"),
@@ -124,7 +127,7 @@ JOBS: list[tuple[dict[str, Any], str, str]] = [
     ({"benchmarks.babilong.lengths": ["512"]}, BABILONG, "length 512: babilong needs at least 1024"),
     ({"methods": ["full", "topk", "topk_phi", "topk_b"]}, "force smol length=1k", "method 'topk_b' is unknown; the"),
     ({"residuals.methods": ["topk", "full"]}, "residual_errors smol length=1k", "arm 'full': full takes no budget_p"),
-    ({}, "train_variants smol maps=1k", "config/config.yaml: variants.x.map.d_phy: unknown key"),
+    ({}, "train_variants smol maps=1k", "config/config.yaml: variants.x.map.d_phy: unknown key (did you mean d_phi?)"),
     ({}, "table study=mini label=runtime_1b", f"table 'runtime_1b' is not in {MINI}, which has natural_main, "),
     ({"ablations.backbones": []}, "table study=mini label=dphi_ablation", f"{MINI}: tables: dphi_ablation has noth"),
     ({"diagnostics.backbones": []}, "table study=mini label=exact_accounting", f"{MINI}: tables: exact_accounting h"),

@@ -17,7 +17,7 @@ from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.study import sections
 from residual_mass.study.config import Main, Study
 from residual_mass.study.figures import FIGURES
-from residual_mass.study.sections import adapter
+from residual_mass.study.sections import adapter, section_of
 from residual_mass.texts.names import ASSETS, HUB, MEASURED, TRAINED
 
 SCHEMAS = {"config": Main, "study": Study}
@@ -62,11 +62,9 @@ def _lines(section: dict[str, Any], parts: dict[str, Any], prefix: str) -> Itera
     for name, value in section.get("properties", {}).items():
         meaning = " ".join(value.get("description", "").split())
         yield f"{prefix}{name} ({_type_of(value)}): {meaning}".rstrip(": ")
-        of_names = next(iter(value.get("patternProperties", {}).values()), value.get("additionalProperties"))
-        inner = of_names or value
-        named = next((each["$ref"] for each in inner.get("anyOf", [inner]) if "$ref" in each), "")
+        of_names = {"patternProperties", "additionalProperties"} & value.keys()
         place = f"{prefix}{name}.<name>." if of_names else f"{prefix}{name}."
-        yield from _lines(parts.get(named.rpartition("/")[2], {}), parts, place)
+        yield from _lines(section_of(value, parts), parts, place)
 
 
 def _type_of(schema: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import json
 import re
 import reprlib
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -462,7 +463,7 @@ def parsed(settings: type[Parsed], data: Any, where: str = "") -> Parsed:
         if isinstance(data, str):
             json.loads(data, object_pairs_hook=_without_doubles)
     except ValidationError as error:
-        raise ValueError(_message(error, where)) from None
+        raise ValueError(_message(settings, error, where)) from None
     except (TypeError, ValueError) as error:  # a date in YAML, for one
         raise ValueError(f"{where}not a value of JSON ({error})") from None
     return found
@@ -474,13 +475,26 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> None:
         raise ValueError(f"key {doubled} comes twice")
 
 
-def _message(error: ValidationError, where: str) -> str:
+def _message(settings: type[Any], error: ValidationError, where: str) -> str:
     errors = error.errors(include_url=False)
     first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])  # a typo leaves its key missing, too
     path = [" ".join(str(part).split()) for part in first["loc"] if part != "[key]"]
     place = f"{where}{'.'.join(path)}".rstrip(".: ")
     words = {"missing": "missing key", "value_error": str(first.get("ctx", {}).get("error"))}
-    words |= dict.fromkeys(UNKNOWN, "unknown key")
+    if first["type"] in UNKNOWN:
+        section = schema = adapter(settings).json_schema()
+        for name in path[:-1]:
+            if name in section.get("properties", {}):
+                section = section_of(section["properties"][name], schema["$defs"])
+        similar = get_close_matches(path[-1], section.get("properties", {}), n=1)
+        words[first["type"]] = f"unknown key (did you mean {similar[0]}?)" if similar else "unknown key"
     problem = words.get(first["type"]) or f"{first['msg']}, not {reprlib.repr(first['input'])}"
     hint = "`python -m residual_mass.study.reference` explains the keys"
     return f"{f'{place}: ' if place else ''}{problem}; {hint}"
+
+
+def section_of(key: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of the section that a key holds, or a mapping with any names; empty where it holds none."""
+    inner = next(iter(key.get("patternProperties", {}).values()), key.get("additionalProperties")) or key
+    named = next((each["$ref"] for each in inner.get("anyOf", [inner]) if "$ref" in each), "")
+    return sections.get(named.rpartition("/")[2], {})
