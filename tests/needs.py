@@ -79,11 +79,7 @@ def _major(package: str) -> int:
     return int(version(package).partition(".")[0])
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
 LATEX = Need("without LaTeX", "apt-get install texlive-latex-extra", _has_latex)
-PDFTOTEXT = Need("without pdftotext", "apt-get install poppler-utils", lambda: shutil.which("pdftotext") is not None)
-CHROMIUM = Need("without Chromium", "apt-get install chromium", lambda: BROWSER is not None)
 TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
 COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++") is not None)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH, Metric, metric_of_mean
+from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH, Metric
 from residual_mass.texts.names import BABILONG, ESSAYS, LONGBENCH, HubPart
 
 Doc = dict[str, Any]
@@ -129,12 +129,6 @@ def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
 def task_named(benchmark: str, name: str) -> Task:
     """Returns the task `name` of a benchmark."""
     return next(task for task in _known(benchmark) if task.name == name)
-
-
-def metric_of(benchmark: str, task: str | None = None) -> Metric:
-    """Returns the metric of a task, or of the mean over all tasks of the benchmark."""
-    tasks = _known(benchmark) if task is None else [task_named(benchmark, task)]
-    return metric_of_mean(each.metric for each in tasks)
 
 
 def _known(benchmark: str) -> tuple[Task, ...]:

@@ -184,12 +184,6 @@ on GPUs.
 """
 
 
-def rows_at(x: Tensor, indices: Tensor) -> Tensor:
-    """Gathers the columns `indices` [..., R, K] of x [..., L, D]: [..., R, K, D]."""
-    table, flat = _table(x, indices)
-    return table.index_select(0, flat.flatten()).view(*indices.shape, x.shape[-1])
-
-
 def weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
     """Returns sum_i weights_i x_i over the columns `indices` [..., R, K] of x [..., L, D]: [..., R, D], in the dtype of
     the weights [..., R, K].

@@ -40,10 +40,6 @@ Summaries = Mapping[str | None, tuple[list[Map], list[Summary]]]
 """phi_q and the summaries of prefixes, both by layer, of all maps by their label."""
 Saturated = Callable[[int, list[int]], bool]
 """Whether the tokens generated for the prompt of that index settle its score, whatever comes next."""
-State = Literal["own", "dense"]
-"""Whose keys and values the earlier forced tokens have: the arm's own, so that its errors feed on, or those of full
-attention, which leaves the error of each step alone.
-"""
 ROWS = 512
 """Most tokens, over all arms, of one pass through the model, which bounds the memory of their logits."""
 SCORES = 2**24

@@ -41,7 +41,7 @@ def test_prompt_and_answer_have_exactly_the_length(
     assert [len(tokenizer(prompt).input_ids) + ANSWER for prompt, _ in requests] == [length] * 4
 
 
-def test_a_tokenizer_that_cannot_hit_the_length_stays_just_below_it(tokenizer: Any, benchmark_assets: Path) -> None:
+def test_a_tokenizer_that_cannot_hit_the_length_stays_just_below_it(benchmark_assets: Path) -> None:
     def in_threes(text: str) -> Any:
         return types.SimpleNamespace(input_ids=[0] * (3 * len(text.split())))
 

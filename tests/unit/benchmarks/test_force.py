@@ -149,9 +149,7 @@ def documents(spec: ForceSpec, backbone: Backbone, assets: Path) -> list[list[in
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_there_is_a_row_for_each_token_in_canonical_order(
-    spec: ForceSpec, finished: pd.DataFrame, phi: Path, short_phi: Path
-) -> None:
+def test_there_is_a_row_for_each_token_in_canonical_order(finished: pd.DataFrame, phi: Path, short_phi: Path) -> None:
     decoded = [("own", FULL), ("own", TOPK), ("own", PHI)]
     both = [*decoded, ("own", SHORT), ("dense", TOPK), ("dense", PHI)]
     assert finished[ROW].drop_duplicates().values.tolist() == [

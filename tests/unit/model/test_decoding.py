@@ -52,7 +52,7 @@ def phi(tiny_backbone: Backbone) -> PhiMaps:
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny_backbone: Backbone) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(2, 258, (n,), generator=generator).tolist() for n in (150, 97, 233, 30, 12)]
 
@@ -311,7 +311,7 @@ def hooked(backbone: Backbone) -> bool:
 
 
 def test_hooks_are_gone_after_the_context_and_after_an_exception(
-    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
+    tiny_backbone: Backbone, prompts: list[list[int]]
 ) -> None:
     before = plain(tiny_backbone, prompts[0])
     with partial_kv(tiny_backbone.model, "topk", 0.1):
