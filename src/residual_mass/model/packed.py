@@ -195,8 +195,8 @@ class PackedSession(Session):
     """Packs prompts, then attends through the kernels."""
 
     cache: PackedCache
-    _chosen: set[int] = field(default_factory=set)
-    """Layers that know how many tokens to read."""
+    _chosen: dict[int, LayerCache] = field(default_factory=dict)
+    """What knows how many tokens to read, by layer."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
@@ -220,16 +220,16 @@ class PackedSession(Session):
             raise ValueError("a further turn on a PackedCache takes one prompt, not several")
         if several:  # all read every token before them, of planes both
             if not self.verifying:
-                self._chosen.discard(module.layer_idx)
+                self._chosen.pop(module.layer_idx, None)
             outputs = []
             for q, k, v in zip(*(x.split(BLOCK, dim=2) for x in (query, key, value)), strict=True):
                 packed.extend(k, v)
                 outputs.append(packed.attend(q, scale)[0].transpose(1, 2))
             return torch.cat(outputs, 1).to(query.dtype)
-        if module.layer_idx not in self._chosen:
+        if self._chosen.get(module.layer_idx) is not packed:
             k = [retrieved_by(self.arm, count, self.anchors, None) for count in packed.tokens]
             packed.choose(k, residual=self.arm.rule.own is not None)
-            self._chosen.add(module.layer_idx)
+            self._chosen[module.layer_idx] = packed
         self.partial_calls[module.layer_idx] = self.partial_calls.get(module.layer_idx, 0) + 1
         packed.append(key[:, :, 0], value[:, :, 0])
         return packed.step(query[:, :, 0], scale)[0].unsqueeze(1).to(query.dtype)

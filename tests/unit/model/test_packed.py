@@ -170,6 +170,21 @@ def test_a_further_turn_reads_all_before_it(model: LlamaForCausalLM) -> None:
 
 
 @built
+def test_a_cache_serves_another_prompt_once_it_is_reset(model: LlamaForCausalLM) -> None:
+    """Within one context, too: K is a share of the new prompt."""
+    method, found = "scan4", []
+    for before in ([prompt(300)], []):
+        cache = PackedCache(model, method)
+        with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
+            for ids in [*before, prompt(200, seed=2)]:
+                cache.reset()
+                model(ids, past_key_values=cache)
+                logits = model(prompt(1), past_key_values=cache).logits
+        found.append(logits)
+    assert torch.equal(*found)
+
+
+@built
 def test_a_saved_prompt_goes_on_as_if_it_had_been_read(model: LlamaForCausalLM, tmp_path: Path) -> None:
     ids, path = prompt(300), tmp_path / "prompt.safetensors"
     method = "scan4_regression_64"
