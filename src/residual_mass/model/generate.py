@@ -11,9 +11,10 @@ Shape letters: L = tokens so far, n = drafts, V = vocabulary.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,12 +22,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.kernels.cache import BLOCK
 from residual_mass.methods import Method, method_named
-from residual_mass.methods.arms import Arm
 from residual_mass.model.hook import (
     attention_layers,
     device_of,
@@ -36,7 +37,7 @@ from residual_mass.model.hook import (
     text_config,
 )
 from residual_mass.model.packed import PackedCache, Session, kernels_for, packing_of
-from residual_mass.model.partial import make_arm, partial_kv, require_maps
+from residual_mass.model.partial import make_arm, partial_kv, require_maps, require_steps
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.prefix import retrieved_by
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
@@ -96,7 +97,7 @@ def partial_generate(
             f"partial_generate takes token ids [1, L], not a {type(input_ids).__name__}: pass "
             'tokenizer(text, return_tensors="pt").input_ids'
         )
-    if input_ids.ndim != 2 or len(input_ids) != 1:
+    if input_ids.ndim != 2 or len(input_ids) != 1 or input_ids.numel() == 0:
         raise ValueError(f"partial_generate takes one prompt [1, L], not {list(input_ids.shape)}; use partial_kv")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
@@ -110,26 +111,26 @@ def partial_generate(
         "attention_mask": torch.ones_like(prompt), "max_new_tokens": max_new_tokens, "do_sample": False,
         "num_beams": 1, "eos_token_id": list(ends) or None, "pad_token_id": next(iter(ends), 0),
     }  # fmt: skip
-    if verify is None and arm.rule.fused and not kernels_for(model, arm.rule):
-        return torch.cat((prompt, _static(model, prompt, max_new_tokens, arm, anchors, phi, ends)), dim=1)
     decoding = partial_decoding(method, budget, phi, num_sink, num_tail, verify, passes)
-    return model.generate(prompt, custom_generate=decoding, return_dict_in_generate=False, **options)
 
+    def static(model: PreTrainedModel, input_ids: Tensor, **asked: Any) -> Tensor:
+        """From static buffers, unless the generation config of the model has processors or criteria of its own."""
+        if asked["logits_processor"] or len(asked["stopping_criteria"]) > 1 + bool(ends):
+            return decoding(model, input_ids, **asked)
+        read = prefill(model, input_ids.tolist())
+        first = read.next_token
+        text = torch.cat((input_ids, first.unsqueeze(1)), dim=1)
+        if max_new_tokens == 1 or int(first) in ends:
+            return text
+        k, steps = retrieved_by(arm, input_ids.shape[1], anchors, None), max_new_tokens - 1
+        decoder = StaticDecoder(model, fill_buffers([read], steps), arm.rule, k, anchors, phi, steps)
+        if decoder.sizes_on_device:  # a graph of every step would take longer than to run them once
+            decoder.prepare()
+        return torch.cat((text, decoder.run(first, ends)), dim=1)
 
-def _static(
-    model: PreTrainedModel, prompt: Tensor, count: int, arm: Arm, anchors: AnchorSpec, phi: PhiMaps | None,
-    ends: Collection[int],
-) -> Tensor:  # fmt: skip
-    """Up to `count` tokens [1, T] from static buffers."""
-    read = prefill(model, prompt.tolist())
-    first = read.next_token
-    if count == 1 or int(first) in ends:
-        return first.unsqueeze(1)
-    k, steps = retrieved_by(arm, prompt.shape[1], anchors, None), count - 1
-    decoder = StaticDecoder(model, fill_buffers([read], steps), arm.rule, k, anchors, phi, steps)
-    if decoder.sizes_on_device:  # a graph of every step would take longer than to run them once
-        decoder.prepare()
-    return torch.cat((first.unsqueeze(1), decoder.run(first, ends)), dim=1)
+    in_buffers = verify is None and arm.rule.fused and not kernels_for(model, arm.rule)
+    options["custom_generate"] = static if in_buffers else decoding
+    return model.generate(prompt, return_dict_in_generate=False, **options)
 
 
 def partial_decoding(
@@ -173,8 +174,15 @@ def partial_decoding(
         raise ValueError(f"method {rule.name} has no partial step to draft by: leave verify out")
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
-        if options["generation_config"].num_beams > 1:
-            raise ValueError("partial_decoding follows no beams: generate with num_beams=1, or within partial_kv")
+        given, config = sys._getframe(1).f_locals, options["generation_config"]
+        options.setdefault("streamer", given.get("streamer"))  # `generate` passes it to its own loops alone
+        mode = config.get_generation_mode(given.get("assistant_model"))
+        require_steps(config, mode, rule)
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"partial_decoding does no {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
+                "num_beams=1, or within partial_kv"
+            )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
             return (_plain if verify is None else _verified)(model, input_ids, **options)
@@ -192,7 +200,7 @@ def partial_decoding(
 
     def _verified(
         model: PreTrainedModel, input_ids: Tensor, *, logits_processor: Any, stopping_criteria: Any,
-        generation_config: Any, synced_gpus: bool = False, **options: Any,
+        generation_config: Any, streamer: Any, synced_gpus: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
         cache = cache_to_crop(model, rule, options.get("past_key_values"))
         require_one_plain_prompt(input_ids, cache, options, generation_config)
@@ -200,7 +208,7 @@ def partial_decoding(
         with partial_kv(model, rule, budget, phi, num_sink, num_tail, cache=packed) as session:
             return Verified(
                 model, session, cache, Pace(verify), [] if passes is None else passes, generation_config,
-                logits_processor, stopping_criteria,
+                logits_processor, stopping_criteria, streamer,
             ).generate(input_ids)  # fmt: skip
 
     return decode
@@ -324,6 +332,7 @@ class Verified:
     config: GenerationConfig
     processor: LogitsProcessorList
     criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None
     scores: tuple[Tensor, ...] = ()
     logits: tuple[Tensor, ...] = ()
 
@@ -354,6 +363,8 @@ class Verified:
             self._crop(self.cache.get_seq_length() - (ids.shape[1] - 1))
             self.passes.append(Pass(len(drafts), right, drafted - started, time.perf_counter() - drafted))
             self.pace.saw(self.passes[-1])
+        if self.streamer is not None:
+            self.streamer.end()
         if not self.config.return_dict_in_generate:
             return ids
         return GenerateDecoderOnlyOutput(
@@ -375,6 +386,8 @@ class Verified:
             else:
                 token, accepted = drawn(p), False
             ids, right = torch.cat((ids, token[None]), 1), right + accepted
+            if self.streamer is not None:
+                self.streamer.put(token.cpu())
             if self.config.return_dict_in_generate:
                 self.scores += (scores,) if self.config.output_scores else ()
                 self.logits += (logits[at : at + 1].float(),) if self.config.output_logits else ()
@@ -403,13 +416,20 @@ def require_one_plain_prompt(ids: Tensor, cache: Cache, options: dict[str, Any],
     """Raises ValueError for what a verified generation does not serve."""
     if len(ids) != 1:
         raise ValueError(f"verify takes one prompt, not {len(ids)} (num_return_sequences counts): generate one by one")
-    mask = options.get("attention_mask")
-    if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
-        raise ValueError("verify takes a prompt without padding, of which input_ids hold the whole text of all turns")
     if config.output_attentions or config.output_hidden_states:
         raise ValueError("verify keeps no attentions or hidden states: unset output_attentions, output_hidden_states")
     if more := sorted(name for name, value in options.items() if name not in READ and value is not None):
         raise ValueError(f"verify reads token ids alone: leave out {', '.join(more)}")
+    mask, positions = options.get("attention_mask"), options.get("position_ids")
+    if (
+        getattr(config, "_mask_length", ids.shape[1]) != ids.shape[1]  # of a mask that hides nothing, and is left out
+        or (mask is not None and (mask.shape != ids.shape or not bool(mask.all())))
+        or (positions is not None and bool((positions.cpu() != torch.arange(positions.shape[-1])).any()))
+    ):
+        raise ValueError(
+            "verify takes a prompt without padding or positions of its own, of which input_ids hold the whole text of "
+            "all turns"
+        )
     if cache.get_seq_length() >= ids.shape[1]:
         raise ValueError(
             f"the cache holds {cache.get_seq_length()} tokens, and input_ids {ids.shape[1]}: pass the whole text of "

@@ -28,7 +28,7 @@ from residual_mass.model.hook import (
     text_config,
     window_of,
 )
-from residual_mass.model.packed import PackedCache, PackedSession, Session
+from residual_mass.model.packed import PackedCache, PackedSession, Session, packing_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.prefix import (
     ArmRows,
@@ -91,6 +91,10 @@ def partial_kv(
     if cache is not None:
         if fold is not None:
             raise ValueError("fold is for transformers' caches: a PackedCache joins older tokens in blocks by itself")
+        if packing_of(session.arm.rule) != cache.packing:
+            raise ValueError(
+                f"the PackedCache was made for another method than {session.arm.rule.name}: make one with this method"
+            )
         session = PackedSession(session.arm, session.anchors, cache)
     with attention_hook(model, session, hybrid=True), _generate_watched(model, session):
         yield session
@@ -133,13 +137,7 @@ def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None
     read, validate = (getattr(model, name, None) for name in ("_prefill", "_validate_generation_mode"))
 
     def checked(mode: GenerationMode, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
-        if mode == GenerationMode.ASSISTED_GENERATION:
-            raise ValueError(
-                "partial_kv reads one token a step, not drafts of several: leave out assistant_model, "
-                "prompt_lookup_num_tokens and assistant_early_exit"
-            )
-        if config.use_cache is False and not session.arm.is_full:
-            raise ValueError("partial_kv needs the cache: without it every step reads the whole text exactly")
+        require_steps(config, mode, session.arm.rule)
         if config.prefill_chunk_size is not None and read is None:  # as in transformers 4
             raise ValueError("partial_kv reads a prompt in one piece with this transformers: unset prefill_chunk_size")
         validate(mode, config, *args, **kwargs)
@@ -157,6 +155,19 @@ def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None
     finally:
         for name in ("_prefill", "_validate_generation_mode"):
             vars(model).pop(name, None)
+
+
+def require_steps(config: GenerationConfig, mode: GenerationMode, rule: Method) -> None:
+    """Raises ValueError if `generate` would not read one token of each text a step."""
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            "partial_kv reads one token a step, not drafts of several: leave out assistant_model, "
+            "prompt_lookup_num_tokens and assistant_early_exit"
+        )
+    if config.use_cache is False and not rule.whole_prefix:
+        raise ValueError("partial_kv needs the cache: without it every step reads the whole text exactly")
+    if config.guidance_scale not in (None, 1):
+        raise ValueError("partial_kv reads one text, and guidance_scale a second one beside it: leave it out")
 
 
 def make_arm(method: str | Method, budget: float | str | None) -> Arm:
@@ -272,7 +283,8 @@ def _filled_columns(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
     """Returns the number of columns that hold a token or padding: up to the last that the last query sees, itself."""
     if mask is None:
         return key.shape[2] if query.shape[2] == 1 else query.shape[2]
-    return int(mask[:, 0, -1].any(0).nonzero()[-1]) + 1
+    seen = mask[:, 0, -1].any(0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else query.shape[2]  # a first chunk of nothing but padding
 
 
 def _real_columns(filled: int, key: Tensor, mask: Tensor | None) -> Tensor:

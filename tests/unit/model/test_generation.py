@@ -47,6 +47,10 @@ def test_a_prompt_in_chunks_is_the_prompt(name: str, size: int) -> None:
     chunked, ours = under(model, prefill_chunk_size=size)
     assert torch.equal(ours, expected)
     assert chunked.partial_calls == whole.partial_calls
+    padded, mask = F.pad(ids_of(40), (size, 0), value=1), F.pad(torch.ones_like(ids_of(40)), (size, 0))
+    with partial_kv(model, "topk_moments", BUDGET, **FEW):  # a first chunk of padding
+        ours = generated(model, padded, attention_mask=mask, prefill_chunk_size=size)
+    assert torch.equal(ours[:, size:], expected)
 
 
 @models
@@ -149,6 +153,8 @@ def test_drafts_are_refused() -> None:
     for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model_of("Llama")}):
         with pytest.raises(ValueError, match="^partial_kv reads one token a step, not drafts of several: leave out "):
             under(model, **option)
+    with pytest.raises(ValueError, match="^partial_kv reads one text, and guidance_scale a second one beside it"):
+        under(model, guidance_scale=1.5)
 
 
 def test_a_context_without_a_step_through_the_method_warns() -> None:

@@ -71,6 +71,14 @@ def test_it_stops_behind_an_end_token_as_generate_does(
             assert ours.tolist() == expected.tolist() and ours[0, -1] == end
 
 
+def test_it_follows_the_generation_config_of_the_model(
+    tiny_backbone: Backbone, phi: PhiMaps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = both(tiny_backbone.model, "topk", prompt_of(60), 0.2, phi)
+    monkeypatch.setattr(tiny_backbone.model.generation_config, "suppress_tokens", plain[0, 62:64].tolist())
+    assert not torch.equal(both(tiny_backbone.model, "topk", prompt_of(60), 0.2, phi), plain)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -78,6 +86,7 @@ def test_it_stops_behind_an_end_token_as_generate_does(
         ({"input_ids": [[5, 6]]}, "not a list: pass tokenizer"),
         ({"input_ids": prompt_of(20).repeat(2, 1)}, r"takes one prompt \[1, L\], not \[2, 20\]; use partial_kv"),
         ({"input_ids": prompt_of(20)[0]}, r"takes one prompt \[1, L\], not \[20\]"),
+        ({"input_ids": prompt_of(0)}, r"takes one prompt \[1, L\], not \[1, 0\]"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, not above 0"),
         ({"phi": None}, r"method topk_phi needs phi maps: pass phi=PhiMaps.load\(...\)"),
         ({"method": "topk_centroids"}, "method topk_centroids uses no phi maps: leave phi out"),

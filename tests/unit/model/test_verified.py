@@ -15,6 +15,7 @@ from tests.unit.model.test_packed import model as wide_model  # noqa: F401  # a 
 from tests.unit.model.test_packed import prompt
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import BaseStreamer
 
 from residual_mass import PackedCache, PhiMaps, partial_decoding, partial_generate, partial_kv
 from residual_mass.core.accounting import Terms, exact_terms
@@ -134,6 +135,26 @@ def test_options_of_generate(model: PreTrainedModel) -> None:
         ours = verified(model, ids, "topk_moments", 3, passes, **options)
         assert torch.equal(ours, plain(model, ids, **options)), options
         assert any(each.accepted for each in passes), options
+
+
+class Heard(BaseStreamer):
+    """Keeps what it is given: the prompt, tokens, and an end."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.tokens.append(-1)
+
+
+@pytest.mark.parametrize("verify", [None, 4])
+def test_a_streamer_hears_every_token(model: PreTrainedModel, verify: int | None) -> None:
+    heard = Heard()
+    text = verified(model, ids_of(60), "topk", verify, streamer=heard)
+    assert heard.tokens == [*text[0].tolist(), -1]
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss", "Llama 4"])
@@ -273,16 +294,25 @@ REFUSED: list[tuple[str, Callable[[PreTrainedModel], object]]] = [
         model, ids_of(40), "topk", 3, num_return_sequences=2, do_sample=True)),
     ("verify takes a prompt without padding", lambda model: verified(
         model, ids_of(40), "topk", 3, attention_mask=torch.tensor([[0] + [1] * 39]))),
-    ("follows no beams", lambda model: verified(model, ids_of(40), "topk", 3, num_beams=2)),
+    ("does no beam search: .* num_beams=1", lambda model: verified(model, ids_of(40), "topk", 3, num_beams=2)),
+    ("does no contrastive search", lambda model: verified(model, ids_of(40), "topk", 3, penalty_alpha=0.6, top_k=4)),
+    ("not drafts of several", lambda model: verified(model, ids_of(40), "topk", None, prompt_lookup_num_tokens=3)),
+    ("not drafts of several", lambda model: verified(model, ids_of(40), "topk", None, assistant_model=model)),
+    ("needs the cache", lambda model: verified(model, ids_of(40), "topk", None, use_cache=False)),
+    ("without padding or positions of its own", lambda model: verified(
+        model, ids_of(40), "topk", 3, position_ids=torch.arange(40)[None] + 1)),
+    ("input_ids hold the whole text of all turns", lambda model: again(model, DynamicCache(), ids_of(90))),
     ("verify keeps no attentions", lambda model: verified(
         model, ids_of(40), "topk", 3, output_attentions=True, return_dict_in_generate=True)),
     ("the cache holds 63 tokens, and input_ids 40: pass the whole text", lambda model: again(model, DynamicCache())),
 ]  # fmt: skip
 
 
-def again(model: PreTrainedModel, cache: DynamicCache) -> None:
-    for _ in range(2):
-        verified(model, ids_of(40), "topk", 3, past_key_values=cache)
+def again(model: PreTrainedModel, cache: DynamicCache, second: Tensor | None = None) -> None:
+    """The prompt twice; or after the first turn new tokens alone, which `generate` tells by the mask."""
+    text = verified(model, ids_of(40), "topk", 3, past_key_values=cache)
+    more = {} if second is None else {"attention_mask": torch.ones(1, text.shape[1] - 1 + second.shape[1])}
+    verified(model, ids_of(40) if second is None else second, "topk", 3, past_key_values=cache, **more)
 
 
 @pytest.mark.parametrize(("line", "call"), REFUSED)
@@ -297,6 +327,9 @@ def test_what_is_not_served_is_refused(
 def test_a_cache_that_cannot_lose_tokens_is_refused(wide_model: LlamaForCausalLM) -> None:  # noqa: F811
     with pytest.raises(ValueError, match="a PackedCache of 8 bits is read whole: there is nothing to verify"):
         verified(wide_model, prompt(30), "cache8", 3, past_key_values=PackedCache(wide_model, "cache8"))
+    for verify in (None, 3):
+        with pytest.raises(ValueError, match="the PackedCache was made for another method than topk: make one with"):
+            verified(wide_model, prompt(30), "topk", verify, past_key_values=PackedCache(wide_model, "scan4"))
     model = next(family for family in FAMILIES if family.name == "Gemma 3").build()
     cache = DynamicCache(config=model.config)
     text = plain(model, ids_of(40), past_key_values=cache)
