@@ -18,7 +18,7 @@ from residual_mass import methods
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.columns import DRAFTED
 from residual_mass.benchmarks.force import following, write_forced
-from residual_mass.core.settings import AnchorSpec, tokens_of
+from residual_mass.core.settings import AnchorSpec, MapsSpec, tokens_of
 from residual_mass.diagnostics import residual_errors
 from residual_mass.methods import CacheOnly, Method, PerGroup, QuantisedScan, QuantisedValues, Rotated, ScanRegression
 from residual_mass.methods.arms import ArmSpec
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", default=["2k", "8160"])
     parser.add_argument("--texts", nargs="+", default=["wiki", "code"])
     parser.add_argument("--methods", nargs="+", default=[*REGISTERED, *(each.name for each in CHEAPER)])
+    parser.add_argument("--phi", type=Path, help="feature maps, for methods that need some")
     parser.add_argument("--documents", type=int, default=6, help="of each text")
     parser.add_argument("--places", type=int, default=4, help="in each document")
     parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 2.0, 4.0], help="percent")
@@ -69,12 +70,17 @@ def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
     """A row for each text, method and budget: h, share read, and bytes per verified token, by the studies' stages."""
     names, texts = tuple(options.methods), tuple(options.texts)
     store, folder = options.out / f"{length}.jsonl", options.out / "-".join((length, *texts))
-    whole = {name: methods.method_named(name).selector.replaces_cache for name in names}
-    arms = tuple(ArmSpec(name, budget) for name in names for budget in options.budgets[: 1 if whole[name] else None])
+    maps = () if options.phi is None else (MapsSpec("phi", tokens_of(length)),)
+    arms = []
+    for name in names:
+        rule = methods.method_named(name)
+        budgets = options.budgets[:1] if rule.selector.replaces_cache else options.budgets
+        arms += [ArmSpec(name, budget, "phi" if maps and rule.needs_maps else None) for budget in budgets]
     about = {"study": "verified_bytes", "backbone": SMOL, "length": length, "seed": 0}
     spec = ForceSpec(
-        **about, corpora=texts, documents=options.documents, tokens=DRAFTED, drafts=options.places, asked=(), arms=arms,
-        arms_of_documents=(), anchors=AnchorSpec(), truncate_to=length, maps=(), recipe=RECIPES["force"],
+        **about, corpora=texts, documents=options.documents, tokens=DRAFTED, drafts=options.places, asked=(),
+        arms=tuple(arms), arms_of_documents=(), anchors=AnchorSpec(), truncate_to=length, maps=maps,
+        recipe=RECIPES["force"],
     )  # fmt: skip
     tokenizer = load_tokenizer(SMOL.model_id, SMOL.revision, SMOL.source, options.assets)
     drafts = []
@@ -83,17 +89,18 @@ def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
         drafts += following(spec, text, corpus.disjoint(options.documents), ())
     forced, found, shares = (folder / name for name in ("forced.parquet", "fidelity.csv", "residual_errors.csv"))
     record, identity = Record("force", spec, [options.assets / MANIFEST]), backbone_identity(SMOL, options.assets)
-    write_forced(spec, drafts, identity, lambda: load_backbone(SMOL, options.assets), {}, store, forced)
+    phi = {each.label: options.phi for each in maps}
+    write_forced(spec, drafts, identity, lambda: load_backbone(SMOL, options.assets), phi, store, forced)
     record.write(forced)
     scored = FidelitySpec(**about, recipe=RECIPES["fidelity"], bootstrap_resamples=RESAMPLES)
     fidelity.run(scored, forced, found)
     if not shares.exists():
         read = ResidualErrorsSpec(
             **about, corpora=texts, methods=tuple(dict.fromkeys(("topk", *names))), budgets=tuple(options.budgets),
-            packs=1, queries=4, maps=None, anchors=AnchorSpec(), bootstrap_resamples=RESAMPLES,
+            packs=1, queries=4, maps=next(iter(maps), None), anchors=AnchorSpec(), bootstrap_resamples=RESAMPLES,
             recipe=RECIPES["residual_errors"],
         )  # fmt: skip
-        residual_errors.run(read, options.assets, None, folder / "heads.parquet", shares)
+        residual_errors.run(read, options.assets, options.phi, folder / "heads.parquet", shares)
     reads = pd.read_csv(shares).rename(columns={"corpus": "text"})[["text", *ARM, "step_share"]]
     rows = pd.read_csv(found)[["text", *ARM, "value", "ci_low", "ci_high"]].merge(reads, on=["text", *ARM])
     for name in ("value", "ci_low", "ci_high"):

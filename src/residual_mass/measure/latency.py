@@ -149,9 +149,9 @@ def printed(args: Arguments, found: pd.DataFrame) -> str:
     fastest = found.pivot(index="side", columns="tokens", values="fastest").loc[found["side"].unique()]
     kept = found.pivot(index="side", columns="tokens", values="kept_mib").loc[fastest.index]
     medians = found.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
-    width = max(map(len, fastest.index))
+    width, threads = max(map(len, fastest.index)), torch.get_num_threads()
     lines = [
-        f"{Path(args.model).name}, {torch.get_num_threads()} threads: milliseconds of a step, the median (fastest), "
+        f"{Path(args.model).name}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median (fastest), "
         "and MiB of the cache, by tokens in it\n",
         " " * width + "".join(f"{tokens:>24,}" for tokens in fastest.columns),
     ]
