@@ -151,8 +151,8 @@ def printed(args: Arguments, found: pd.DataFrame) -> str:
     medians = found.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
     width, threads = max(map(len, fastest.index)), torch.get_num_threads()
     lines = [
-        f"{Path(args.model).name}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median (fastest), "
-        "and MiB of the cache, by tokens in it\n",
+        f"{Path(args.model).name}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
+        "(fastest), and MiB of the cache, by tokens in it\n",
         " " * width + "".join(f"{tokens:>24,}" for tokens in fastest.columns),
     ]
     for side in fastest.index:
