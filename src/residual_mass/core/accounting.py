@@ -1,7 +1,7 @@
 """Residual-mass accounting: exact terms, residual terms, subtraction, one normalisation.
 
-Terms stay unnormalised as (numerator, denominator, shift) until `merge` divides once: interfaces that merge normalised
-states cannot carry a subtractive estimate.
+Terms stay unnormalised as (numerator, denominator, shift) until `merge` divides once, because normalised states cannot
+carry a subtractive estimate.
 
 Shape letters: R = query rows sharing keys, L = keys, D = value dimension, M = features. Leading `...` are free.
 """
@@ -16,15 +16,11 @@ from torch import Tensor
 from residual_mass.core.selection import Selected, products_at, weighted_sum
 
 CLAMP_RELATIVE = 1e-6
-"""Drop the residual when its mass falls below this share of the mid-region's: only rounding errors of the subtraction
-are left.
-"""
+"""A residual below this share of the mid-region's mass is dropped: the subtraction left only rounding errors."""
 
 
 class Terms(NamedTuple):
-    """Unnormalised softmax terms in units of exp(shift): true nu = numerator * e^shift, true Z = denominator *
-    e^shift.
-    """
+    """Unnormalised softmax terms in units of e^shift: nu = numerator * e^shift and Z = denominator * e^shift."""
 
     numerator: Tensor
     """[..., R, D]."""
@@ -76,7 +72,7 @@ class Estimate(NamedTuple):
 
 
 def promoted(x: Tensor) -> Tensor:
-    """Returns `x` in float32, or as it is where it is wider."""
+    """Converts `x` to float32, unless its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -99,8 +95,8 @@ def exact_terms(scores: Tensor, values: Tensor, support: Tensor) -> Terms:
 
 
 def sink_terms(sinks: Tensor) -> Terms:
-    """Returns the terms of attention sinks, logits [..., R]: each adds exp(sink) to Z and nothing to nu, which is left
-    [..., R, 1] to broadcast.
+    """Returns the terms of attention sinks with logits [..., R]. A sink adds exp(sink) to Z and nothing to nu: the
+    numerator is zero, [..., R, 1], and broadcasts.
     """
     return Terms(torch.zeros_like(sinks).unsqueeze(-1), torch.ones_like(sinks), sinks)
 
@@ -158,8 +154,8 @@ def one_gather_terms(
 ) -> Terms:
     """Computes exact and residual terms of all rows in one pass over the values.
 
-    By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is ever formed:
-    token i of K enters the numerator with weight e^{s_i} - z_i. z = 0 gives NoSub; leaving S, u out as well gives TopK.
+    By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is formed: token i
+    of K has weight e^{s_i} - z_i in the numerator. NoSub is the case z = 0; TopK also omits S and u.
 
     Args:
         scores: [..., R, L].
@@ -203,7 +199,7 @@ class _ResidualWeights(NamedTuple):
     mass: Tensor
     shift: Tensor
     kept: Tensor
-    """[..., R] bool, False where only rounding errors are left or the row adds no residual."""
+    """[..., R] bool, False where the residual is dropped or the row adds none."""
 
 
 def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeights:
@@ -219,7 +215,7 @@ def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeigh
 
 
 def _subtracted(query: Tensor, retrieved: Selected, estimate: Estimate) -> Tensor:
-    """z of the retrieved tokens [..., R, K], 0 in rows that do not subtract."""
+    """Computes z of the retrieved tokens [..., R, K], 0 in rows that do not subtract."""
     rows, all_rows = estimate.subtracts, query.shape[-2]
     if len(rows) < all_rows:
         query, retrieved = query.index_select(-2, rows), Selected(*(x.index_select(-2, rows) for x in retrieved))
@@ -228,16 +224,16 @@ def _subtracted(query: Tensor, retrieved: Selected, estimate: Estimate) -> Tenso
 
 
 def merge(*terms: Terms) -> Tensor:
-    """Normalises all branches together (the paper's eqs. for y_TopK+phi and y_impl): [..., R, D].
+    """Adds up terms and normalises once (the paper's eqs. for y_TopK+phi and y_impl): [..., R, D].
 
-    Shifts may differ; branches with denominator 0 are ignored, and every row needs at least one other.
+    Shifts may differ. Terms with denominator 0 are ignored; every row needs terms with a positive one.
     """
     total = added(*terms)
     return total.numerator / total.denominator.unsqueeze(-1)
 
 
 def added(*terms: Terms) -> Terms:
-    """Adds up all branches without normalising; as in `merge`, shifts may differ and empty branches are ignored."""
+    """Adds up terms without normalising. As in `merge`, shifts may differ and empty terms are ignored."""
     lowest = torch.finfo(terms[0].shift.dtype).min
     shifts = [torch.where(t.denominator > 0, t.shift, lowest) for t in terms]
     common = torch.stack(torch.broadcast_tensors(*shifts)).amax(0)

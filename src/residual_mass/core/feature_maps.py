@@ -22,7 +22,7 @@ LEAST = -80.0
 
 
 class FoldedMap:
-    """log phi(x) = A x + B gelu(C x + c) + e: a ReZero map with its linear chains multiplied out."""
+    """log phi(x) = A x + B gelu(C x + c) + e: a ReZero map with consecutive linear layers multiplied out."""
 
     def __init__(self, a: Tensor, b: Tensor, c: Tensor, c_bias: Tensor, e_bias: Tensor) -> None:
         """A: [H, D, M], B: [H, I, M], C: [H, D, I], c_bias: [H, 1, I], e_bias: [H, 1, M] (applied from the right)."""
@@ -30,7 +30,7 @@ class FoldedMap:
         self.width = c.shape[-1]
 
     def __call__(self, x: Tensor, baddbmm: Baddbmm = torch.baddbmm) -> Tensor:
-        """[H, N, D] -> log phi [H, N, M]."""
+        """Computes log phi: [H, N, D] -> [H, N, M]."""
         inner = F.gelu(baddbmm(self.c_bias, x, self.c))
         return baddbmm(baddbmm(self.e_bias, x, self.a), inner, self.b)
 
@@ -89,7 +89,7 @@ class ReZeroMap(nn.Module):
 
 
 class HedgehogMap(nn.Module):
-    """The ablation's map phi = [exp z, exp -z] with z = x W + b, so d_phi features from d_phi / 2 projections."""
+    """The ablation's map phi = [exp z, exp -z] with z = x W + b: d_phi / 2 projections give d_phi features."""
 
     def __init__(self, heads: int, d_in: int, d_phi: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class HedgehogMap(nn.Module):
 
 
 class _ProductInBfloat16(torch.autograd.Function):
-    """x w of operands rounded to bfloat16, summed in float32, and so the products of its gradient."""
+    """Multiplies x w with operands rounded to bfloat16 and sums in float32, in the backward pass too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # noqa: D102
@@ -127,7 +127,7 @@ class _ProductInBfloat16(torch.autograd.Function):
 
 
 def baddbmm_in_bfloat16(bias: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    """Computes bias + x w in float32, of x and w rounded to bfloat16."""
+    """Computes bias + x w in float32, with x and w rounded to bfloat16."""
     return bias + _ProductInBfloat16.apply(x, w)
 
 
@@ -152,7 +152,7 @@ def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Ge
 def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
     """Computes log z = log <phi_q, phi_k>: [..., R, M] and [..., L, M] -> [..., R, L].
 
-    Factors out row maxima and clamps the rest at 1e-30, so that 1/z stays finite in the gradient.
+    Factors out the rows' maxima and clamps the remaining z at 1e-30, so that 1/z stays finite in the gradient.
     """
     query_shift = log_query.amax(-1, keepdim=True).detach()
     key_shift = log_key.amax(-1, keepdim=True).detach()

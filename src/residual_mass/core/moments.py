@@ -1,19 +1,19 @@
-"""The unread tokens' softmax terms from moments of the keys, without training.
+"""Estimates the softmax terms of unread tokens from moments of keys and values, without training.
 
-Top-K selection is a threshold on scores: what a query leaves unread is what scores below tau, its K-th best score. If
-the scores of the mid-region are Gaussian, and values linear in them, mass and value sum of that rest have closed forms.
-A part of the mid-region (all of it, or a cluster) has n tokens with mean key mu and covariance Sigma, mean value v
-and value-key covariance C. For a scaled query q, with m = q.mu, s^2 = q' Sigma q, b = C q, a = (tau - m - s^2) / s,
+Top-K selection is a threshold on scores: the unread tokens of a query score below tau, its K-th best score. If the
+scores of the mid-region are Gaussian and values are linear in them, mass and value sum of the unread tokens have closed
+forms. A part of the mid-region (all of it, or a cluster) has n tokens with mean key mu and covariance Sigma, mean value
+v and value-key covariance C. For a scaled query q, with m = q.mu, s^2 = q' Sigma q, b = C q, a = (tau - m - s^2) / s,
 
     Z  = n exp(m + s^2 / 2) Phi(a)
     nu = Z [ v + b (1 - pdf(a) / (s Phi(a))) ]
 
 because E[e^x; x < tau] = exp(m + s^2/2) Phi(a) and E[(x - m) e^x; x < tau] = exp(m + s^2/2) (s^2 Phi(a) - s pdf(a)) for
-x ~ N(m, s^2), and b / s^2 is the regression of values on scores. Nothing is subtracted: the cut does it.
+x ~ N(m, s^2), and b / s^2 is the regression of values on scores. Nothing is subtracted: the cut excludes read tokens.
 
 Parts may share Sigma and C, each with its own factor r: then s^2 = r q' Sigma q and b = r C q.
 
-The part of a token is its number, -1 outside the mid-region, so that memory grows with L, not with L x P.
+Every token has the number of its part, -1 outside the mid-region, so that memory grows with L, not with L x P.
 
 Shape letters: R = query rows sharing keys, L = keys, P = parts, D = head dimension of keys and values, C = columns.
 """
@@ -30,11 +30,11 @@ from torch import Tensor
 from residual_mass.core.accounting import Terms
 
 WHOLE = 10.0
-"""Values of a above this count as this: 1 - Phi(10) is below 1e-23, and nothing leaves the range of float32."""
+"""Upper bound of a: 1 - Phi(10) is below 1e-23, and all terms stay in the range of float32."""
 FARTHEST = 1e4
-"""Thresholds farther below the mean than this many standard deviations count as this far, where no mass is left."""
+"""Upper bound of a threshold's distance below the mean, in standard deviations: at this distance there is no mass."""
 LEAST_VARIANCE = 1e-8
-"""Variances of scores below this count as this, so that equal keys divide by no zero; scores are in nats."""
+"""Lower bound of the variance of scores (in nats), so that equal keys do not divide by zero."""
 
 
 class MomentState(NamedTuple):
@@ -86,20 +86,20 @@ def moments_of(keys: Tensor, values: Tensor, part: Tensor, parts: int = 1) -> Mo
     """
     count, share, mean_key, mean_value = _means(keys, values, part, parts)
     covariances = []
-    for number in range(parts):  # one at a time: all together would copy the keys for each
+    for number in range(parts):  # one at a time: a batch of parts would copy the keys for each part
         weights = (part == number).to(keys.dtype) * share[..., number, None]
         centred_keys = keys - mean_key[..., number, None, :]
         weighted = weights.unsqueeze(-1) * centred_keys
         centred_values = values - mean_value[..., number, None, :]
         covariances.append((centred_keys.transpose(-1, -2) @ weighted, centred_values.transpose(-1, -2) @ weighted))
-    key_covariance, value_key = (torch.stack(each, dim=-3) for each in zip(*covariances, strict=True))
+    key_covariance, value_key = (torch.stack(matrices, dim=-3) for matrices in zip(*covariances, strict=True))
     return MomentState(count, mean_key, mean_value, key_covariance, value_key, torch.ones_like(count))
 
 
 def shared_moments_of(keys: Tensor, values: Tensor, part: Tensor, parts: int) -> MomentState:
     """Computes the moments of every part as in `moments_of`, with covariances that the parts share.
 
-    Sigma and C are those within parts, all tokens together, and r is the part's trace of covariance over Sigma's.
+    Sigma and C are pooled within parts over all tokens. r is the trace of a part's own covariance over that of Sigma.
     """
     count, share, mean_key, mean_value = _means(keys, values, part, parts)
     centred_keys = (part >= 0).to(keys.dtype).unsqueeze(-1) * from_own(keys, mean_key, part)
@@ -121,14 +121,14 @@ def _means(keys: Tensor, values: Tensor, part: Tensor, parts: int) -> tuple[Tens
 
 
 def from_own(x: Tensor, means: Tensor, part: Tensor) -> Tensor:
-    """x [..., L, D] less the mean [..., P, D] of each token's part; of tokens in none, less any."""
+    """Subtracts the mean [..., P, D] of each token's part from x [..., L, D]; without a part, the mean of part 0."""
     return x - means.gather(-2, part.clamp_min(0).unsqueeze(-1).expand(*part.shape, means.shape[-1]))
 
 
 def merged(first: MomentState, second: MomentState) -> MomentState:
     """Returns the moments of both sets of tokens together, part by part (Chan, Golub and LeVeque, 1983).
 
-    Where the parts of `first` share their covariances, so do those of the result; `second` has its own.
+    If the parts of `first` share their covariances, so do those of the result; the parts of `second` have their own.
     """
     count = first.count + second.count
     share = (second.count / count.clamp_min(1)).unsqueeze(-1)
@@ -174,7 +174,7 @@ def truncated_terms(queries: Tensor, moments: MomentState, threshold: Tensor) ->
 
 
 def mean_terms(queries: Tensor, moments: MomentState) -> Terms:
-    """Estimates the terms of all tokens as those of as many copies of one with the mean key and the mean value."""
+    """Estimates the terms of all tokens, each with the mean key and the mean value of its part."""
     mean, _, slope = _scores(queries, moments)
     log_mass = mean + moments.count.log().unsqueeze(-2)
     return _summed(moments, PartTerms(log_mass, slope, torch.zeros_like(mean)))
@@ -189,7 +189,7 @@ def _summed(moments: MomentState, parts: PartTerms) -> Terms:
 
 
 def truncated_parts(queries: Tensor, moments: MomentState, threshold: Tensor) -> PartTerms:
-    """Returns the same part by part."""
+    """Estimates the terms of `truncated_terms` for every part."""
     mean, variance, slope = _scores(queries, moments)
     log_mass, factor = _cut(mean, variance, threshold.unsqueeze(-1))
     log_mass = log_mass + moments.count.log().unsqueeze(-2)  # -inf for a part without tokens
@@ -197,7 +197,7 @@ def truncated_parts(queries: Tensor, moments: MomentState, threshold: Tensor) ->
 
 
 def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance [..., R, P] of each part's scores, and C q [..., R, P or 1, D]."""
+    """Returns mean and variance [..., R, P] of each part's scores, and C q [..., R, P or 1, D]."""
     mean = queries @ moments.mean_key.transpose(-1, -2)
     rows = queries.unsqueeze(-3)  # [..., 1, R, D]
     variance = ((rows @ moments.key_covariance) * rows).sum(-1).transpose(-1, -2)
@@ -208,7 +208,7 @@ def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tens
 
 
 def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """log Z / n and the factor of b in nu / Z, for Gaussian scores below a threshold; all of one shape."""
+    """Returns log (Z / n) and the factor of b in nu / Z, for Gaussian scores below a threshold; all of one shape."""
     deviation = variance.sqrt()
     distance = torch.minimum((threshold - mean) / deviation, deviation + WHOLE).clamp_min(-FARTHEST)
     # Phi(a) = e^(-a^2 / 2) tail / 2. With a = distance - s, a^2 cancels against s^2 before either is rounded.
@@ -220,15 +220,15 @@ def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Ten
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 ROUNDS = 8
-"""Of Lloyd's algorithm; more change attention errors in the third digit."""
+"""Rounds of Lloyd's algorithm; more rounds change attention errors in the third digit."""
 AT_ONCE = 2**22
-"""Numbers of an [L, P] matrix held at once, 16 MiB per KV head in float32: all of 64 parts of 64k tokens, or of one
-part per 16 of 8k tokens.
+"""Elements of an [L, P] matrix in memory at once, 16 MiB per KV head in float32: 64k tokens in 64 parts, or 8k tokens
+in 512 parts.
 """
 
 
 def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
-    """Clusters the mid-region's keys by k-means, from keys at equal distances in the text: [..., L] int64.
+    """Clusters the mid-region's keys by k-means, starting from keys at equal distances in the text: [..., L] int64.
 
     A cluster may end up without tokens; the same keys give the same clusters.
 
@@ -243,41 +243,41 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
 
 
 def clusters_of(keys: Tensor, mid: Tensor, size: int) -> Tensor:
-    """Returns the same with one cluster for `size` tokens of the mid-region, at most P = ceil(L / size)."""
+    """Same as `clusters` with one cluster for every `size` tokens of the mid-region, at most P = ceil(L / size)."""
     parts = -(-mid.shape[-1] // size)
     starts = torch.where(mid, (mid.cumsum(-1) - 1) // size, -1).expand(keys.shape[:-1])
     return _moved(keys, mid, starts, parts, counts(starts, parts) > 0)
 
 
 def _moved(keys: Tensor, mid: Tensor, starts: Tensor, parts: int, present: Tensor | None) -> Tensor:
-    """Lloyd's algorithm from the first tokens of the parts `starts`, with the clusters `present` as in `nearest`."""
+    """Runs Lloyd's algorithm from the first token of each part in `starts`; `present` as in `nearest`."""
     columns = torch.arange(starts.shape[-1], device=starts.device).expand_as(starts)
-    none = torch.full((*starts.shape[:-1], parts + 1), starts.shape[-1], device=starts.device)
-    first = none.scatter_reduce(-1, starts % (parts + 1), columns, "amin")[..., :parts]  # -1 goes to the last slot
+    first = torch.full((*starts.shape[:-1], parts + 1), starts.shape[-1], device=starts.device)
+    first = first.scatter_reduce(-1, starts % (parts + 1), columns, "amin")[..., :parts]  # -1 goes to the last slot
     first = torch.where(first < starts.shape[-1], first, 0)
     centres = keys.gather(-2, first.unsqueeze(-1).expand(*first.shape, keys.shape[-1]))
     for _ in range(ROUNDS):
-        count, found = centroids_of(keys, nearest(keys, mid, centres, present), parts)
-        centres = torch.where(count.unsqueeze(-1) > 0, found, centres)
+        count, means = centroids_of(keys, nearest(keys, mid, centres, present), parts)
+        centres = torch.where(count.unsqueeze(-1) > 0, means, centres)
     return nearest(keys, mid, centres, present)
 
 
 def nearest(keys: Tensor, mid: Tensor, centres: Tensor, present: Tensor | None) -> Tensor:
-    """Assigns each key to the nearest of some centres: [..., L] int64.
+    """Returns the number of each key's nearest centre: [..., L] int64, -1 outside `mid`.
 
     Args:
         keys: [..., L, D].
-        mid: [..., L] bool, keys that belong to any, broadcast to the keys; the others belong to none.
+        mid: [..., L] bool, keys that are assigned to a centre; broadcast to the keys.
         centres: [..., P, D].
-        present: [..., P] bool, centres to choose from; the first where there are none. None for all.
+        present: [..., P] bool, centres to choose from; a row without any takes the first. None for all.
     """
-    found = []
+    near = []
     for rows in _chunks(keys.shape[-2], centres.shape[-2]):
         distances = torch.cdist(keys[..., rows, :], centres)
         if present is not None:
             distances = distances.masked_fill(~present.unsqueeze(-2), torch.inf)
-        found.append(distances.argmin(-1))
-    return torch.where(mid, torch.cat(found, -1) if found else keys.new_zeros(keys.shape[:-1], dtype=torch.long), -1)
+        near.append(distances.argmin(-1))
+    return torch.where(mid, torch.cat(near, -1) if near else keys.new_zeros(keys.shape[:-1], dtype=torch.long), -1)
 
 
 def counts(part: Tensor, parts: int) -> Tensor:
@@ -287,7 +287,7 @@ def counts(part: Tensor, parts: int) -> Tensor:
 
 
 def centroids_of(keys: Tensor, part: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """Counts [..., P] and mean keys [..., P, D] of every part, in the dtype of the keys; 0 of an empty one."""
+    """Returns count [..., P] and mean key [..., P, D] of every part, in the dtype of the keys; 0 for an empty part."""
     count = counts(part, parts).to(keys.dtype)
     return count, totals(keys, part, parts) / count.clamp_min(1).unsqueeze(-1)
 

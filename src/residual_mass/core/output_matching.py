@@ -1,4 +1,4 @@
-"""Objectives on attention outputs, which need one product per query and key; objectives on scores need a dozen
+"""Objectives on attention outputs. They need one product for each query and key; objectives on scores need a dozen
 functions.
 
 The student's share of an output is a sum of phi(k) v^T over a prefix, multiplied by phi(q): exactly the summaries of
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The teacher's side of every query row, in units of e^shift."""
+    """The teacher's output and terms for every query row, in units of e^shift."""
 
     shift: Tensor
     """[H, Q, G] largest score of a visible key."""
@@ -46,7 +46,7 @@ class Targets(NamedTuple):
     exact: Tensor
     """[H, Q, G, S, D + 1] exact terms of each support: anchors and retrieved tokens."""
     log_rest: Tensor
-    """[H, Q, G, S] log Z_R; -inf where the support leaves nothing."""
+    """[H, Q, G, S] log Z_R; -inf where the support covers the mid-region."""
     best: Tensor
     """[H, Q, G, K] int32, mid-region keys in descending order of score."""
     ks: Tensor
@@ -63,17 +63,17 @@ class Targets(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[Targets]) -> Targets:
-        """Joins the targets of query positions that come one after the other, of the same supports."""
+        """Concatenates the targets of consecutive query positions, for the same supports."""
         most = max(part.best.shape[-1] for part in parts)
         parts = [part._replace(best=F.pad(part.best, (0, most - part.best.shape[-1]))) for part in parts]
-        return Targets(*(torch.cat(each, 1) for each in zip(*parts, strict=True)))
+        return Targets(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
 
 
 class Completion(NamedTuple):
     """The student's residual terms, in units of e^unit."""
 
     rest: Tensor
-    """[H, Q, G, S, D + 1] after subtraction; zero where it left only rounding errors."""
+    """[H, Q, G, S, D + 1] after subtraction; zero where only rounding errors remain."""
     whole: Tensor
     """[H, Q, G, 1, D + 1] of the whole mid-region (NoSub)."""
     unit: Tensor
@@ -95,26 +95,26 @@ def exact_targets(scores: Tensor, values: Tensor, window: Window, ks: Tensor) ->
     mid = visible & (columns >= window.sink) & (columns <= last - window.tail)
     shift = scores.masked_fill(~visible, -torch.inf).amax(-1)
     weights = torch.where(visible, (scores - shift.unsqueeze(-1)).clamp_(LEAST, 0).exp_(), 0)
-    of_mid = weights * mid
+    mid_weights = weights * mid
     values = _with_one(values)
     ks = ks.minimum(mid.sum(-1)).unsqueeze(0)
     most = ks.amax(-1, keepdim=True) if ks.shape[-1] else ks.new_zeros(*ks.shape[:-1], 1)
     best = exhaustive_topk(scores, mid, most.expand(scores.shape[:-1]))
-    of_best = of_mid.gather(-1, best.indices).mul_(best.valid)
-    retrieved = _sum_of_first(of_best, ks, values, best.indices)
-    anchors, total = ((x.flatten(1, 2) @ values).unflatten(1, x.shape[1:3]) for x in (weights - of_mid, weights))
+    best_weights = mid_weights.gather(-1, best.indices).mul_(best.valid)
+    retrieved = _sum_of_first(best_weights, ks, values, best.indices)
+    anchors, total = ((x.flatten(1, 2) @ values).unflatten(1, x.shape[1:3]) for x in (weights - mid_weights, weights))
     return Targets(
         shift=shift,
         output=total[..., :-1] / total[..., -1:],
         exact=anchors.unsqueeze(-2) + retrieved,
-        log_rest=_log_rest(of_mid, best.indices, ks),
+        log_rest=_log_rest(mid_weights, best.indices, ks),
         best=best.indices.int(),
         ks=ks,
     )
 
 
 def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Completion:
-    """Computes residual terms of every row and support, differentiable in log_query and log_key.
+    """Computes the student's residual terms of every row and support, differentiable in log_query and log_key.
 
     Args:
         log_query: [H, Q, G, M] log phi_q; log_key: [H, L, M] log phi_k; values: [H, L, D].
@@ -125,14 +125,14 @@ def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window,
     states = _prefix_sums(features, values[:, window.sink :], ends - window.sink)
     weights, largest = _query_weights(log_query, log_shift)
     whole = weights @ states
-    # The whole kernel for a few entries is no slower than gathering those keys' features.
+    # Few entries of the kernel are needed, but to compute all of it is no slower than to gather these keys' features.
     if not features.shape[1]:  # no row has a mid-region, but slots need a valid index
         features = F.pad(features, (0, 0, 0, 1))
     kernel = (weights.flatten(1, 2) @ features.transpose(-1, -2)).unflatten(1, weights.shape[1:3])
     best = targets.best.long()
     # Slots that no support counts may hold any index.
-    of_best = kernel.gather(-1, (best - window.sink).clamp(0, kernel.shape[-1] - 1))
-    taken = _sum_of_first(of_best, targets.ks, values, best)
+    best_kernel = kernel.gather(-1, (best - window.sink).clamp(0, kernel.shape[-1] - 1))
+    taken = _sum_of_first(best_kernel, targets.ks, values, best)
     rest = whole.unsqueeze(-2) - taken
     kept = rest[..., -1:] > CLAMP_RELATIVE * whole[..., None, -1:]
     return Completion(torch.where(kept, rest, 0), whole.unsqueeze(-2), largest - targets.shift)
@@ -142,12 +142,12 @@ def residual_losses(completion: Completion, targets: Targets, weight_z: float, r
     """Computes the error of subtractive completion, averaged over the supports: [H, Q, G]. Ours, not the paper's.
 
     Per support: the relative l1 error of the completed output against full attention, plus `weight_z` times the Huber
-    of log Z_R hat - log Z_R. A support that leaves no residual contributes 0. Where the subtraction leaves only
+    of log Z_R hat - log Z_R. A support that covers the mid-region contributes 0. Where the subtraction leaves only
     rounding errors, the error is TopK's, as in decoding, and has no gradient.
 
     Args:
         relative: divide a support's errors by TopK's mean error with it, over the given rows. Otherwise the supports
-            with the smallest K, where most is missing, dominate the loss.
+            with the smallest K dominate the loss, because their residuals are the largest.
     """
     errors = output_errors(completion.rest, completion.unit, targets)
     if relative:
@@ -227,8 +227,8 @@ def _sum_of_first(weights: Tensor, ks: Tensor, values: Tensor, best: Tensor) -> 
     return weighted_sum(counted.flatten(1, 3), indices.flatten(1, 3), values).unflatten(1, counted.shape[1:-1])
 
 
-def _log_rest(of_mid: Tensor, best: Tensor, ks: Tensor) -> Tensor:
-    """Log of the mid-region mass outside each support, [H, Q, G, S], summed directly rather than by subtraction."""
-    rank, of_best = torch.arange(best.shape[-1], device=best.device), of_mid.gather(-1, best)
-    rest = [of_mid.scatter(-1, best, of_best * (rank >= k[..., None, None])).sum(-1).log() for k in ks.unbind(-1)]
-    return torch.stack(rest, -1) if rest else of_mid.new_zeros(*of_mid.shape[:3], 0)
+def _log_rest(weights: Tensor, best: Tensor, ks: Tensor) -> Tensor:
+    """Computes log Z_R of each support, [H, Q, G, S], from weights of the mid-region: sums, and does not subtract."""
+    rank, best_weights = torch.arange(best.shape[-1], device=best.device), weights.gather(-1, best)
+    rest = [weights.scatter(-1, best, best_weights * (rank >= k[..., None, None])).sum(-1).log() for k in ks.unbind(-1)]
+    return torch.stack(rest, -1) if rest else weights.new_zeros(*weights.shape[:3], 0)

@@ -1,4 +1,4 @@
-"""The paper's weighted objective and its gradient, streamed over keys: memory grows with the block, not with L.
+"""The paper's weighted objective and its gradient, computed block by block of keys: memory does not grow with R x L.
 
 Three passes over blocks of keys compute the teacher's row maxima, then the sums behind every term and so the loss, then
 the gradient in closed form, recomputing each block's scores. No tensor of size [R, L] is kept. On a GPU the passes are
@@ -50,7 +50,7 @@ class Weights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the passes read; rows are in ascending order of `last`."""
+    """Inputs of the passes; rows are in ascending order of `last`."""
 
     queries: Tensor
     """[H, R, D]."""
@@ -106,8 +106,8 @@ class Sums(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Derivatives of each term with respect to the scores r_hat are these factors of the rows times functions of a
-    pair; all [H, R].
+    """Row factors of the gradient, all [H, R]: the derivative of a term with respect to r_hat is its factor times a
+    function of the query-key pair.
     """
 
     kl: Tensor
@@ -130,7 +130,7 @@ class _TorchPasses:
         self.width = max(16, PAIRS_AT_ONCE[self.queries.device.type] // (heads * rows))
         self.maxima = self._maxima()
         self.newest: Pairs | None = None
-        """Scores of the last block, which are still in memory when the gradients begin with it."""
+        """Scores of the last block, kept because the gradients start with it."""
 
     def sums(self) -> Sums:
         """Computes the rows' sums, relative to their maxima."""
@@ -156,7 +156,7 @@ class _TorchPasses:
                 cold_hat.add(rows, share.sum(-1), largest)
             band = _band(r, weights.band)
             in_band[:, rows] += band.sum(-1)
-            # A hidden key counts as far with r_hat = MASKED, where the false-positive error is zero.
+            # A hidden key counts as beyond the band; with r_hat = MASKED its false-positive error is zero.
             errors = huber((r_hat + weights.band).clamp_min_(0).lerp_(gap, band), weights.huber_delta)
             false_positive[:, rows] += errors.sum(-1)
             top[:, rows] += errors.mul_(band).sum(-1)
@@ -178,7 +178,7 @@ class _TorchPasses:
         return for_query, for_key
 
     def __iter__(self) -> Iterator[slice]:
-        """Yields blocks that every row sees completely, which need no mask, before the others."""
+        """Yields blocks of keys, first those that every row sees completely and that need no mask."""
         all_see, length = self.last_seen[0] + 1, self.last_seen[-1] + 1
         for start, stop in ((0, all_see), (all_see, length)):
             for first in range(start, stop, self.width):
@@ -203,7 +203,7 @@ class _TorchPasses:
         return (shift - largest).clamp_min_(LEAST).exp_(), unit
 
     def _slopes(self, block: slice, pairs: Pairs, sums: Sums, factors: Factors) -> Tensor:
-        """Derivative of the rows' losses with respect to z: [H, T, B]."""
+        """Computes the derivative of the rows' losses with respect to z: [H, T, B]."""
         rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
         tau, delta = self.weights.tau, self.weights.huber_delta
         sums, factors = Sums(*(x[:, rows] for x in sums)), Factors(*(x[:, rows, None] for x in factors))
@@ -222,7 +222,7 @@ class _TorchPasses:
         return slope.div_(pairs.kernel).addcmul_(row_factor, mass.unsqueeze(-2))
 
     def _maxima(self) -> Tensor:
-        """[H, R, 1]."""
+        """Computes the teacher's row maxima: [H, R, 1]."""
         best = self.queries.new_full((*self.queries.shape[:2], 1), -torch.inf)
         for block in self:
             rows, hidden = self._visibility(block)
@@ -233,7 +233,7 @@ class _TorchPasses:
         return best
 
     def _keys(self, block: slice) -> Tensor:
-        """[H, D, B]."""
+        """Returns the keys of a block, transposed: [H, D, B]."""
         return self.keys[:, block].to(self.queries.dtype).transpose(-1, -2)
 
     def _visibility(self, block: slice) -> tuple[slice, Tensor | None]:
@@ -295,7 +295,7 @@ def score_matching_losses(
         log_query: [H, R, M] log phi_q of the rows, float32 or float64; log_key: [H, L, M] log phi_k.
         queries: [H, R, D]; keys: [H, L, D] of the same dtype, bfloat16 too; the teacher's scores are scale * q . k.
         last: [R] integer, index of the last visible key, at least 0.
-        products: dtype that the operands of products with features are rounded to; None leaves them as they are.
+        products: dtype that the operands of products with features are rounded to; None does not round.
     """
     return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, products)
 
@@ -310,7 +310,7 @@ def _key_passes(inputs: Inputs, weights: Weights) -> _TorchPasses | TritonPasses
 
 
 def huber(x: Tensor, delta: float) -> Tensor:
-    """x^2 / 2 up to |x| = delta, then linear with slope delta."""
+    """Computes x^2 / 2 up to |x| = delta, and beyond it a line of slope delta."""
     slope = x.clamp(-delta, delta)
     return slope * torch.sub(x, slope, alpha=0.5)
 
@@ -351,7 +351,7 @@ def _losses(sums: Sums, weights: Weights) -> Tensor:
 
 
 def _factors(sums: Sums, weights: Weights, upstream: Tensor) -> Factors:
-    """Factors of the rows' losses times `upstream` [H, R]."""
+    """Computes the factors for the upstream gradient [H, R] of the rows' losses."""
     return Factors(
         weights.kl * weights.tau * upstream,
         weights.top * upstream / sums.in_band,
@@ -361,5 +361,5 @@ def _factors(sums: Sums, weights: Weights, upstream: Tensor) -> Factors:
 
 
 def beyond(last: Tensor, in_band: Tensor) -> Tensor:
-    """Number of visible keys beyond the band."""
+    """Returns the number of visible keys beyond the band."""
     return (last + 1 - in_band).clamp_min_(0)

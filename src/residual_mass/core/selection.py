@@ -1,7 +1,7 @@
-"""Which tokens a query row reads, and gathers, weighted sums and products over these.
+"""Selects the tokens that a query row reads, and computes weighted sums and products over them.
 
-Shape letters: R = query rows sharing L keys, K = tokens that each of them reads (the most over rows), D = width, N =
-query rows over all leading dimensions. Leading `...` are free, and the same for all arguments. `indices` are int64.
+Shape letters: R = query rows sharing L keys, K = tokens that a row reads (the largest count of all rows), D = width,
+N = query rows over all leading dimensions. Leading `...` are free, and the same for all arguments. `indices` are int64.
 """
 
 from __future__ import annotations
@@ -99,44 +99,44 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
 
 
 def unordered_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Selected, Tensor]:
-    """Selects as `exhaustive_topk` does from scores [..., R, L], faster and with slots in any order; also returns their
-    `least_read`. Waits for the device, to read k [..., R].
+    """Selects the same tokens as `exhaustive_topk` from scores [..., R, L], faster and with slots in any order, and
+    returns their `least_read` too. Synchronises with the device, to read k [..., R].
     """
     candidates = torch.where(mid, scores, -torch.inf)
     by_example = k.reshape(-1, k.shape[-1]).clamp_max(scores.shape[-1]).tolist()
-    most = [max(of_row) for of_row in zip(*by_example, strict=True)]
+    most = [max(counts) for counts in zip(*by_example, strict=True)]
     columns, top = _rowwise_largest(candidates, most)
-    found = top > -torch.inf
-    if any(of_example != most for of_example in by_example):  # examples of different lengths
+    filled = top > -torch.inf
+    if any(counts != most for counts in by_example):  # examples of different lengths
         top, order = top.sort(dim=-1, descending=True)
         columns = columns.gather(-1, order)
-        found = torch.arange(top.shape[-1], device=k.device) < k.clamp_min(1).unsqueeze(-1)
-        found = found & (top > -torch.inf)
-    least = torch.where(found, top, torch.inf).amin(-1)
+        filled = torch.arange(top.shape[-1], device=k.device) < k.clamp_min(1).unsqueeze(-1)
+        filled = filled & (top > -torch.inf)
+    least = torch.where(filled, top, torch.inf).amin(-1)
     slots = max(most, default=0)
-    valid = found[..., :slots]
-    if any(0 in of_example for of_example in by_example):  # of these rows, the highest score was found
+    valid = filled[..., :slots]
+    if any(0 in counts for counts in by_example):  # a row with k = 0 has its highest score in a slot, for `least`
         valid = valid & (k > 0).unsqueeze(-1)
     return Selected(columns[..., :slots], valid), torch.where(least < torch.inf, least, 0)
 
 
 def _rowwise_largest(candidates: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """As `largest`, with as many for each row, and at least one; -inf in the slots of rows that have fewer."""
+    """Same as `largest` with a count for each row, 0 meaning 1; slots beyond a row's count hold -inf."""
     if len(set(counts)) == 1:
         return largest(candidates, max(counts[0], 1))
     top = candidates.new_full((*candidates.shape[:-1], max(counts, default=1)), -torch.inf)
     columns = torch.zeros_like(top, dtype=torch.int64)
     for count in set(counts):
-        rows = torch.tensor([row for row, each in enumerate(counts) if each == count], device=top.device)
-        found, highest = largest(candidates.index_select(-2, rows), max(count, 1))
-        columns[..., : highest.shape[-1]].index_copy_(-2, rows, found)
+        rows = torch.tensor([row for row, wanted in enumerate(counts) if wanted == count], device=top.device)
+        chosen, highest = largest(candidates.index_select(-2, rows), max(count, 1))
+        columns[..., : highest.shape[-1]].index_copy_(-2, rows, chosen)
         top[..., : highest.shape[-1]].index_copy_(-2, rows, highest)
     return columns, top
 
 
 def least_read(scores: Tensor, mid: Tensor, read: Selected) -> Tensor:
-    """Returns the least score among the tokens read [..., R], or the largest of the mid-region where there are none; 0
-    for an empty mid-region.
+    """Returns the lowest score among the tokens read, [..., R]; if none is read, the highest of the mid-region; 0 for
+    an empty mid-region.
     """
     highest = scores.masked_fill(~mid, -torch.inf).amax(-1, keepdim=True)
     least = torch.where(read.valid, scores.gather(-1, read.indices), torch.inf)
@@ -158,7 +158,7 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         top, columns = scores.topk(k, dim=-1, sorted=False)
         return columns, top
     whole = length // size * size
-    blocks = scores[..., :whole].unflatten(-1, (size, -1))  # each of columns far apart: maxima of whole vectors
+    blocks = scores[..., :whole].unflatten(-1, (size, -1))  # columns of a block are far apart: maxima are vectorised
     best = blocks.amax(-2).topk(k, dim=-1, sorted=False).indices
     inside = torch.arange(0, whole, whole // size, device=scores.device)
     columns = (best.unsqueeze(-1) + inside).flatten(-2)
@@ -170,17 +170,17 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def members(mask: Tensor, most: int) -> Selected:
     """Returns the True columns of a mask [..., L] with at most `most` of them per row."""
-    found, indices = mask.to(torch.int8).topk(min(most, mask.shape[-1]), dim=-1)
-    return Selected(indices, found > 0)
+    present, indices = mask.to(torch.int8).topk(min(most, mask.shape[-1]), dim=-1)
+    return Selected(indices, present > 0)
 
 
-# ---- columns that rows read for themselves ---------------------------------------------------------------------------
+# ---- columns that differ between rows --------------------------------------------------------------------------------
 # Torch's `gather` takes several times as long on a CPU as the selection of whole rows from a table, and a weighted
 # `embedding_bag` sums such rows without writing them.
 
 ROWS_AT_ONCE = {"cpu": 2**13, "cuda": 2**21}
-"""Rows that are gathered before they are multiplied: as many as stay in a core's cache on CPUs, a bound of the memory
-on GPUs.
+"""Rows that are gathered before they are multiplied: on CPUs as many as stay in a core's cache, on GPUs a bound on
+memory.
 """
 
 
@@ -194,8 +194,8 @@ def weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
     table, flat = _table(x, indices)
     if x.dtype == weights.dtype:
         return F.embedding_bag(flat, table, per_sample_weights=weights.flatten(0, -2), mode="sum").view(shape)
-    of_rows = weights.flatten(0, -2).unsqueeze(-2)
-    parts = [of_rows[some] @ rows.to(weights.dtype) for some, rows in _gathered(table, flat)]
+    row_weights = weights.flatten(0, -2).unsqueeze(-2)
+    parts = [row_weights[chunk] @ rows.to(weights.dtype) for chunk, rows in _gathered(table, flat)]
     return torch.cat(parts).view(shape)
 
 
@@ -203,23 +203,23 @@ def products_at(query: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     """Returns <query, x_i> for the columns `indices` [..., R, K] of x [..., L, D], query [..., R, D]: [..., R, K], in
     the dtype of the query.
     """
-    of_rows = query.flatten(0, -2).unsqueeze(-2)  # on CPUs three times as fast as a matrix times a column
-    parts = [of_rows[some] @ rows.to(query.dtype).transpose(-1, -2) for some, rows in _gathered(*_table(x, indices))]
+    queries = query.flatten(0, -2).unsqueeze(-2)  # on CPUs three times as fast as a matrix times a column
+    parts = [queries[chunk] @ rows.to(query.dtype).transpose(-1, -2) for chunk, rows in _gathered(*_table(x, indices))]
     return torch.cat(parts).view(indices.shape)
 
 
 def _gathered(table: Tensor, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yields some of the N query rows of `flat` [N, K], and what these read [n, K, D]."""
+    """Yields slices of the N query rows of `flat` [N, K], with the rows of the table that they read, [n, K, D]."""
     rows, columns = flat.shape
     at_once = max(1, ROWS_AT_ONCE.get(table.device.type, 2**21) // max(columns, 1))
     for start in range(0, max(rows, 1), at_once):
-        some = flat[start : start + at_once]
-        yield slice(start, start + at_once), table.index_select(0, some.flatten()).view(*some.shape, table.shape[1])
+        chunk = flat[start : start + at_once]
+        yield slice(start, start + at_once), table.index_select(0, chunk.flatten()).view(*chunk.shape, table.shape[1])
 
 
 def _table(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x [..., L, D] as a table of rows, a view where its strides allow one and otherwise a copy, and which rows
-    of it the columns `indices` [..., R, K] are: [N, K].
+    """Returns x [..., L, D] as a table of rows (a view if its strides allow one, otherwise a copy), and the row numbers
+    [N, K] of the columns `indices` [..., R, K].
     """
     width = x.shape[-1]
     if x.stride(-1) != 1 or any(step % width for step in _steps(x)):
@@ -237,5 +237,5 @@ def _table(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _steps(x: Tensor) -> list[int]:
-    """Strides of all dimensions but the last; 0 where there is only one place."""
+    """Returns the strides of all dimensions but the last, 0 for a dimension of size 1."""
     return [step if size > 1 else 0 for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)]

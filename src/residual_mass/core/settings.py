@@ -29,8 +29,8 @@ class Settings:
 
 
 def later(default: Any) -> Any:
-    """A field that specs gained after results had been made with them: its default is not written, so that a new key
-    runs no finished job again.
+    """Declares a field that was added to a spec after results had been made. Its default is not serialised, so that
+    finished jobs do not run again.
     """
     return dataclasses.field(default=default, metadata={"later": True})
 
@@ -44,13 +44,13 @@ def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {
-            field.name: _plain(each)
-            for field, each in given.items()
-            if each != field.default or not field.metadata.get("later")
+            field.name: _plain(content)
+            for field, content in given.items()
+            if content != field.default or not field.metadata.get("later")
         }
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: _plain(content) for key, content in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def tokens_of(label: str) -> int:

@@ -41,8 +41,8 @@ __all__ = [
 
 
 def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., Tensor]:
-    """Returns Triton's `decode_attention` on a GPU where Triton is installed and its tiles fit, which have a place for
-    MOST_HEADS query heads of a KV head with a scan; else torch's.
+    """Returns Triton's `decode_attention` on a GPU if Triton is installed and its tiles fit, otherwise torch's. With a
+    scan, the tiles hold at most MOST_HEADS query heads of a KV head.
     """
     widths = [cache.keys.shape[-1]] + ([] if cache.features is None else [cache.features.shape[-1]])
     widths += [] if cache.scan is None else cache.scan.codes.shape[-2:]  # D / 2, and the columns of a block
@@ -56,7 +56,7 @@ def decode_attention_for(cache: DecodeCache, query_heads: int) -> Callable[..., 
 
 
 def kernels_run_on(device: torch.device) -> bool:
-    """Whether it is the GPU that kernels are launched on, and Triton is installed."""
+    """Returns whether `device` is the current GPU, on which kernels are launched, and Triton is installed."""
     return device.type == "cuda" and device.index == torch.cuda.current_device() and _has_triton()
 
 
@@ -66,7 +66,7 @@ def _has_triton() -> bool:
 
 
 def tiles_fit(*widths: int) -> bool:
-    """Whether the kernels have tiles of vectors this long."""
+    """Returns whether the kernels have tiles for vectors of these lengths, powers of two from 16 to 128."""
     return all(16 <= width <= 128 and width & (width - 1) == 0 for width in widths)
 
 

@@ -1,4 +1,4 @@
-"""Static buffers that a decode step reads of one layer, filled once after the prefill.
+"""Static buffers of one layer that a decode step reads, filled once after the prefill.
 
 Shape letters: B = batch rows, Hkv = KV heads, R = query rows of a KV head, L = prefix columns, T = room for generated
 tokens, D = head dimension, M = features, P = parts of the mid-region, N = blocks of S columns.
@@ -17,23 +17,23 @@ from residual_mass.core.accounting import key_features, summarise
 from residual_mass.core.moments import MomentState
 
 ADDS, SUBTRACTS, MOMENTS = 1, 2, 4
-"""Kinds of a query row: adds a residual of feature maps, subtracts retrieved tokens from it, adds that of moments."""
+"""Flags of a query row: adds the residual of feature maps, subtracts retrieved tokens from it, adds that of moments."""
 
 
 class MethodRows(NamedTuple):
-    """What differs between R query rows of a KV head that belong to several methods and budgets."""
+    """Settings of R query rows of a KV head that belong to several methods and budgets."""
 
     k: Tensor
     """[B, R] int32, tokens to retrieve."""
     kinds: Tensor
     """[R] int32, sums of ADDS, SUBTRACTS and MOMENTS."""
     most: int
-    """The largest of k, which the host knows without a wait."""
+    """The largest of k, known on the host without synchronisation."""
 
 
 class OnePart(NamedTuple):
-    """Moments of one part, with all that a query is multiplied with in one matrix: at batch 1 an operation of torch
-    costs more to start than to compute.
+    """Moments of one part, with all factors of a query in one matrix: at batch 1, to start an operation of torch takes
+    longer than to compute it.
     """
 
     linear: Tensor
@@ -45,26 +45,26 @@ class OnePart(NamedTuple):
 
 
 class PackedKeys(NamedTuple):
-    """Keys of 4 bits, two to a byte. A key of block b stands for low_b + step_b c with codes c from 0 to 15.
+    """Keys of 4 bits, two per byte. A code c from 0 to 15 in block b represents the value low_b + step_b c.
 
-    Byte j holds the codes of channels j (low bits) and j + D / 2 (high bits), so that one mask and one shift give two
-    whole halves of channels, and nothing has to be interleaved. Within a block the tokens of a channel are neighbours:
-    that is the right operand of a matrix product, as it is.
+    Byte j holds the codes of channels j (low bits) and j + D / 2 (high bits), so that one mask and one shift give the
+    two halves of the channels without interleaving. The tokens of a channel in a block are adjacent, so that a block is
+    the right operand of a matrix product.
     """
 
     codes: Tensor
-    """[B, Hkv, N, D / 2, S] uint8; the last block is filled up with zeros."""
+    """[B, Hkv, N, D / 2, S] uint8; the last block is padded with zeros."""
     low: Tensor
     """[B, Hkv, N, D] bfloat16, the value of code 0."""
     step: Tensor
-    """[B, Hkv, N, D] bfloat16, the difference of neighbouring codes."""
+    """[B, Hkv, N, D] bfloat16, the difference between the values of adjacent codes."""
 
 
 class DecodeCache(NamedTuple):
-    """Keys and values of prefix and generated tokens, and what stands for the unread tokens of the mid-region.
+    """Keys and values of prefix and generated tokens, and the state that estimates the unread tokens of the mid-region.
 
-    That is a summary with the features it sums (`features`, `summary` and `log_shift`), or moments, or neither (TopK).
-    With `scan` the tokens to read are chosen by its scores, and without it by those of the keys.
+    The state is a summary with the features that it sums (`features`, `summary` and `log_shift`), or moments, or empty
+    (TopK). The tokens to read are chosen by the scores of `scan` or, if it is None, by those of the keys.
     """
 
     keys: Tensor
@@ -84,16 +84,16 @@ class DecodeCache(NamedTuple):
     log_shift: Tensor | None = None
     """[B, Hkv, M] float32."""
     moments: MomentState | None = None
-    """Of the mid-region in P parts, [B, Hkv, P or 1, ...] float32."""
+    """Moments of the mid-region in P parts, [B, Hkv, P or 1, ...] float32."""
     one_part: OnePart | None = None
-    """The moments again, if they are of one part."""
+    """The same moments arranged for one part; None if there are several."""
     scan: PackedKeys | None = None
-    """Of the prefix; only those of the mid-region are looked at."""
+    """Packed keys of the prefix; only scores of the mid-region are used."""
 
 
 def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room: int) -> DecodeCache:
-    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, for TopK. Its tokens are at columns
-    [first, last), both [B].
+    """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, for TopK. The tokens of the prefix are at
+    columns [first, last), both [B].
     """
     length = keys.shape[2]
     buffers = [x.new_zeros(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values)]
@@ -103,7 +103,7 @@ def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room:
 
 
 def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int) -> DecodeCache:
-    """Adds rounded key features to the cache, and their exact summary.
+    """Adds rounded key features and their exact summary to the cache.
 
     Args:
         log_features: [B, Hkv, L, M] log phi_k of every column.
@@ -122,8 +122,8 @@ def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int)
 def with_moments(
     cache: DecodeCache, prepare: Callable[[Tensor, Tensor, Tensor], MomentState], sink: int, tail: int
 ) -> DecodeCache:
-    """Adds the moments that `prepare` makes of the prefix without its anchors: of keys, values [B, Hkv, L, D] float32
-    and the mid-region [B, 1, L] bool.
+    """Adds the moments that `prepare` computes from keys and values [B, Hkv, L, D] float32, zero outside the
+    mid-region, and from the mid-region [B, 1, L] bool.
     """
     mid = mid_region(cache, sink, tail).unsqueeze(1)
     keys, values = (_only(mid, x) for x in (cache.keys, cache.values))
@@ -138,8 +138,8 @@ def with_scan(
     sink: int,
     tail: int,
 ) -> DecodeCache:
-    """Adds packed keys, of codes below 16 [B, Hkv, L, D] with low and step by blocks of columns, as `prepare` makes
-    them of keys [B, Hkv, L, D] float32 and the mid-region [B, 1, L] bool.
+    """Adds packed keys. `prepare` returns codes below 16 [B, Hkv, L, D], with `low` and `step` of every block of
+    columns, for keys [B, Hkv, L, D] float32 and the mid-region [B, 1, L] bool.
     """
     mid = mid_region(cache, sink, tail).unsqueeze(1)
     return cache._replace(scan=packed(*prepare(_only(mid, cache.keys), mid), block))
@@ -155,14 +155,14 @@ def one_part(moments: MomentState) -> OnePart | None:
 
 
 def packed(codes: Tensor, low: Tensor, step: Tensor, block: int) -> PackedKeys:
-    """Packs codes [B, Hkv, L, D] uint8 below 16, of blocks of so many columns."""
+    """Packs codes [B, Hkv, L, D] uint8 below 16 in blocks of `block` columns."""
     filled = F.pad(codes, (0, 0, 0, -codes.shape[-2] % block))
     first, second = filled.unflatten(-2, (-1, block)).transpose(-1, -2).chunk(2, dim=-2)
     return PackedKeys((first | second << 4).contiguous(), low.contiguous(), step.contiguous())
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """Returns the codes of blocks: [..., D / 2, S] -> [..., D, S] uint8."""
+    """Unpacks the codes of blocks: [..., D / 2, S] -> [..., D, S] uint8."""
     return torch.cat((codes & 15, codes >> 4), dim=-2)
 
 

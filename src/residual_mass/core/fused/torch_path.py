@@ -1,8 +1,8 @@
 """One decode step's attention in torch: one gather of values for anchors, retrieved and generated tokens together.
 
-By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is ever formed, and the
-keys of retrieved tokens are not read again, because their scores are known. A part of the mid-region with moments is
-one more token, with score log Z and value nu / Z. Where packed keys are scanned, only the support's keys are read.
+By linearity nu_R hat = S phi_q - sum_{i in K} z_i v_i with z_i = <phi_q, phi_k(k_i)>, so no S_R is formed. The keys of
+retrieved tokens are not read again, because their scores are known. A part of the mid-region with moments is one more
+token, with score log Z and value nu / Z. After a scan of packed keys, only the keys of the exact support are read.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, C = filled columns, X =
 |A| + K + generated tokens, P = parts of the mid-region, D = head dimension, M = features.
@@ -23,7 +23,7 @@ from residual_mass.core.moments import FARTHEST, LEAST_VARIANCE, WHOLE, MomentSt
 from residual_mass.core.selection import largest, products_at, weighted_sum
 
 ROWS = 4
-"""Query rows of a CPU's matrix product come in fours: it takes less time for four than for three."""
+"""Query rows are padded to a multiple of this: on CPUs a matrix product of four rows is faster than one of three."""
 
 
 class FixedColumns(NamedTuple):
@@ -36,7 +36,7 @@ class FixedColumns(NamedTuple):
     left_out: Tensor
     """[B, 1, 1, L] bool, True outside the mid-region."""
     others: Tensor
-    """[B, 1, 1] int32, tokens of the mid-region; below 0 in a row shorter than its anchors."""
+    """[B, 1, 1] int32, number of mid-region tokens; negative in a row shorter than its anchors."""
 
 
 def fixed_columns(cache: DecodeCache, sink: int, tail: int, generated: int) -> FixedColumns:
@@ -86,7 +86,7 @@ def decode_attention(
     retrieved = top > -torch.inf
 
     always = fixed.always.expand(*scores.shape[:3], -1)
-    # Invalid columns have weight zero but may hold NaN: read a real one in their place.
+    # Invalid columns have weight zero but may hold NaN: read a real column in their place.
     valid = torch.cat((fixed.valid.expand_as(always), retrieved), dim=-1)
     support = torch.cat((always, chosen), dim=-1)  # [B, Hkv, G, X]
     support = torch.where(valid, support, cache.last.long().view(-1, 1, 1, 1) - 1)
@@ -160,14 +160,14 @@ def _residual(
     return _Residual(unit * whole[..., :-1], None if z is None else unit * z, (unit * mass).squeeze(-1), shift)
 
 
-def _threshold(candidates: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """Returns the least score chosen by [B, Hkv, G], of none the highest of all; -inf where `left` is False."""
+def _threshold(candidates: Tensor, top: Tensor, unread: Tensor) -> Tensor:
+    """Returns the lowest chosen score [B, Hkv, G], the highest candidate if none is chosen; -inf where not `unread`."""
     least = top.amin(-1) if top.shape[-1] else candidates.amax(-1)
-    return torch.where(left, least, -torch.inf)
+    return torch.where(unread, least, -torch.inf)
 
 
 def _anchors_and_generated(cache: DecodeCache, sink: int, tail: int, generated: int) -> tuple[Tensor, Tensor]:
-    """Returns the columns that every head reads, [B, sink + tail + generated], and a mask of those the row has."""
+    """Returns the columns that every head reads, [B, sink + tail + generated], and a mask of those that exist."""
     device, first, last = cache.first.device, cache.first.unsqueeze(1).long(), cache.last.unsqueeze(1).long()
     sinks = first + torch.arange(sink, device=device)
     tails = last - tail + torch.arange(tail, device=device)
@@ -179,7 +179,8 @@ def _anchors_and_generated(cache: DecodeCache, sink: int, tail: int, generated: 
 
 
 def scanned_scores(queries: Tensor, keys: PackedKeys) -> Tensor:
-    """Scores queries [B, Hkv, G, D] float32 with all packed keys, without restoring these: [B, Hkv, G, N S].
+    """Computes scores of queries [B, Hkv, G, D] float32 with all packed keys, without restoring these keys:
+    [B, Hkv, G, N S].
 
     q.k_hat = q.low_b + sum_d (q_d step_bd) c_d: the step is folded into the query once per block.
     """

@@ -3,8 +3,8 @@
 Rows have flat indices: `row` = batch row * Hkv + KV head, `head` = batch row * Hq + query head. No program waits for
 another, there are no atomics, and sums have a fixed order, so steps are bitwise reproducible.
 
-BY_ROW the query heads of a KV head are of several methods: they retrieve numbers of tokens of their own, and their
-kinds say what each adds (`cache.MethodRows`).
+With BY_ROW, the query heads of a KV head belong to several methods: each retrieves its own number of tokens, and its
+kind says what it adds (`cache.MethodRows`).
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = room for generated
 tokens, D = head dimension, M = features, S = shares of one query head, P = parts of the mid-region that have moments,
@@ -46,7 +46,7 @@ def score_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scores of ROWS of the G query heads that share a block of keys, and their maxima."""
+    """Computes scores of ROWS of the G query heads that share a block of keys, and their maxima."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(first + row // KV_HEADS), tl.load(last + row // KV_HEADS)
@@ -85,7 +85,7 @@ def scan_kernel(
     IN_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scanned scores of the G query heads that share a block of keys, and their maxima."""
+    """Computes scanned scores of the G query heads that share a block of keys, and their maxima."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     column = block * BLOCK + tl.arange(0, BLOCK)
     begin, end = tl.load(first + row // KV_HEADS) + sink, tl.load(last + row // KV_HEADS) - tail
@@ -116,17 +116,17 @@ def scan_kernel(
 def gather_kernel(
     scores,  # [B * Hq, stride], of the keys, unless SCANNED
     query,  # [B, Hq, D], if SCANNED
-    keys,  # [B, Hkv, L + T, D], the same
+    keys,  # [B, Hkv, L + T, D], if SCANNED
     values,  # [B, Hkv, L + T, D]
-    features,  # [B, Hkv, L, M], unless SUBTRACTS is false
-    log_query,  # [TERMS, B, Hq, M], the same
-    log_shift,  # [B, Hkv, M], the same
+    features,  # [B, Hkv, L, M], if SUBTRACTS
+    log_query,  # [TERMS, B, Hq, M], if SUBTRACTS
+    log_shift,  # [B, Hkv, M], if SUBTRACTS
     first,
     last,
     chosen,  # [B * Hq, most] columns, as many as the mid-region has
     kinds,  # [G], if BY_ROW
     sums,  # out: [2, B * Hq, S, D + 1] exact terms in units of e^shift, and the retrieved tokens' share of S and u
-    shifts,  # out: [B * Hq, S], -inf where there are no tokens
+    shifts,  # out: [B * Hq, S], -inf for a share without tokens
     shares,  # S
     scale,
     length,
@@ -228,19 +228,19 @@ def moments_kernel(
     mean_key,  # [B, Hkv, P, D]
     mean_value,  # [B, Hkv, P, D]
     key_covariance,  # [B, Hkv, P, D, D], or [B, Hkv, 1, D, D] if SHARED
-    value_key_covariance,  # the same
+    value_key_covariance,  # same shape
     spread,  # [B, Hkv, P]
     first,
     last,
     sums,  # out: [2, B * Hq, S, D + 1], shares after those of the tokens
-    shifts,  # out: [B * Hq, S], -inf where no tokens are left
+    shifts,  # out: [B * Hq, S], -inf where no token is unread
     shares,  # S
     before,  # shares of the tokens
     parts,  # P
     rounds,  # parts of one program
     scale,
     k,  # a number or, BY_ROW, [B, G]
-    members,  # [N] of the G query heads, if BY_ROW: those whose terms these are
+    members,  # [N] indices below G of the query heads that these moments belong to, if BY_ROW
     num_members,  # N
     least_variance,
     whole,
@@ -252,7 +252,7 @@ def moments_kernel(
     SHARED: tl.constexpr,
     BY_ROW: tl.constexpr,
 ):
-    """Terms of what a query head leaves unread, from the moments of some parts (`core.moments.truncated_terms`)."""
+    """Terms of a query head's unread tokens, estimated from moments of some parts (`core.moments.truncated_terms`)."""
     program, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if BY_ROW:
         head = head // num_members * GROUP + tl.load(members + head % num_members)
@@ -300,13 +300,13 @@ def moments_kernel(
 def merge_kernel(
     sums,  # [2, B * Hq, S, D + 1]
     shifts,  # [B * Hq, S]
-    summary,  # [B, Hkv, M, D + 1], unless RESIDUAL is false
-    log_query,  # [TERMS, B, Hq, M], the same
-    log_shift,  # [B, Hkv, M], the same
+    summary,  # [B, Hkv, M, D + 1], if RESIDUAL
+    log_query,  # [TERMS, B, Hq, M], if RESIDUAL
+    log_shift,  # [B, Hkv, M], if RESIDUAL
     out,  # [B, Hq, D]
-    masses,  # out: [B, Hq], if BY_ROW: `out` holds numerators in units of e^units, and these the denominators
-    units,  # out: [B, Hq], the same
-    kinds,  # [G], the same
+    masses,  # out: [B, Hq] denominators, if BY_ROW: then `out` holds numerators, both in units of e^units
+    units,  # out: [B, Hq], if BY_ROW
+    kinds,  # [G], if BY_ROW
     shares,  # S
     before,  # shares of the tokens
     clamp,
@@ -380,8 +380,8 @@ def map_kernel(
     DOT_TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One head's term of a block of inner channels of log phi(x) = A x + B gelu(C x + c) + e (`FoldedMap`); the first
-    block's has A x + e as well.
+    """Computes one head's term of log phi(x) = A x + B gelu(C x + c) + e (`FoldedMap`) for a block of inner channels;
+    the first block adds A x + e.
     """
     block, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     width, feature = tl.arange(0, D), tl.arange(0, M)
@@ -412,7 +412,7 @@ def _count(generated):
 
 @triton.jit
 def _dot(x, codes, DOT_TYPE: tl.constexpr, IN_TWO: tl.constexpr):
-    """Multiplies float32 with codes. In two numbers of DOT_TYPE a product of two bfloat16 numbers is exact."""
+    """Multiplies x with codes. IN_TWO splits x into two bfloat16 numbers, exactly if x is a product of two of them."""
     high = x.to(DOT_TYPE)
     product = tl.dot(high, codes, input_precision="ieee")
     if IN_TWO:

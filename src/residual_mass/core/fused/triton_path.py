@@ -1,16 +1,16 @@
 """One decode step's attention in Triton kernels: same result as `torch_path`, without leaving the GPU.
 
-1. `score` reads every key once, for all query heads that share it, and writes the maxima of neighbouring scores beside
-   them. `scan` does the same with packed keys.
+1. `score` reads every key once, for all query heads that share it, and writes scores and the maxima of adjacent scores.
+   `scan` does the same with packed keys.
 2. `select` lists the columns of the k highest scores, in one program per query head (`triton_selection`).
-3. `gather` sums values and key features of the exact support in shares, after a scan with its exact scores.
-   `add_moments` computes more shares from the moments of the rest. `merge` adds them up with the residual of feature
-   maps and divides once.
+3. `gather` sums values and key features of the exact support in shares; after a scan it computes the exact scores too.
+   `add_moments` computes more shares from moments. `merge` adds up all shares and the residual of feature maps, and
+   divides once.
 
 `QueryMap` computes log phi_q beforehand, in one launch.
 
 Nothing is read back to the host, and all shapes and grids depend only on the buffers and k, so a CUDA graph can capture
-a step; it serves all steps where the number of generated tokens is on the device.
+a step. One graph serves all steps if the number of generated tokens is on the device.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, R = query rows of a KV head, L = prefix columns, T = room
 for generated tokens, D = head dimension, M = features, I = inner width of a feature map, C = its terms.
@@ -36,11 +36,11 @@ from residual_mass.core.moments import LEAST_VARIANCE, WHOLE, MomentState
 SCORE_BLOCK = 128
 """Keys per program, 16 KiB in bfloat16 at D = 64: small enough for several programs per SM."""
 MOST_ROWS = 64
-"""Query rows that a program scores; further ones of a KV head have programs of their own."""
+"""Most query rows that a program scores; further rows of a KV head have programs of their own."""
 SELECT_CHUNK = 4096
 """Keys that a program of `select` holds in registers: all maxima of 64k columns."""
 SHARED_PARTS = 8
-"""Parts that a program computes where they share a covariance, which it reads once."""
+"""Parts that a program computes if they share a covariance, which it then reads once."""
 SLOTS = 32
 """Tokens that a program gathers at once: at D = M = 128 their values and features still fit in its registers."""
 MOST_SPLITS = 32
@@ -98,7 +98,7 @@ def prefix_terms(
         sink, tail: numbers of anchors.
     """
     given = (*rows, *(part for state, members in moments for part in (*state, members)))
-    assert all(x.is_contiguous() for x in given if isinstance(x, Tensor)), "no copies of large buffers"
+    assert all(x.is_contiguous() for x in given if isinstance(x, Tensor)), "large buffers must be contiguous"
     assert cache.keys.shape[2] == cache.length
     if log_query is not None:
         log_query = log_query.flatten(1, 2).contiguous().unsqueeze(0)
@@ -110,7 +110,7 @@ def prefix_terms(
 
 
 class Region(NamedTuple):
-    """Number of tokens that every query head retrieves, or at most retrieves, and anchors around the mid-region."""
+    """Most tokens that a query head retrieves, and numbers of anchors around the mid-region."""
 
     k: int
     sink: int
@@ -121,20 +121,20 @@ class Selection(NamedTuple):
     """Retrieved tokens."""
 
     chosen: Tensor
-    """[B * Hq, K] int32, columns in rising order, as many as a head retrieves and the mid-region has."""
+    """[B * Hq, K] int32, columns in ascending order, as many as a head retrieves and the mid-region has."""
     least: Tensor
-    """[B * Hq] float32, the least score among them, or the highest of all where k is 0."""
+    """[B * Hq] float32, the lowest score among them, or the highest of all where k is 0."""
 
 
 class Shares(NamedTuple):
-    """Sums over parts of what every query head reads and estimates, to be merged."""
+    """Partial sums of every query head, to be merged."""
 
     sums: Tensor
     """[2, B * Hq, S, D + 1] float32."""
     shifts: Tensor
     """[B * Hq, S]."""
     of_tokens: int
-    """The first ones; the others are of moments."""
+    """Number of shares of tokens, which come first; the others are of moments."""
 
 
 class Step:
@@ -144,7 +144,7 @@ class Step:
         query: [B, Hq, D].
         generated: [1] int32, filled columns after the prefix; None for none.
         log_query: [C, B, Hq, M] terms of log phi_q; None adds no residual of feature maps.
-        rows: what differs between the query heads of a KV head that are of several methods.
+        rows: settings of the query heads of a KV head, if they belong to several methods.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Step:
     ) -> None:
         cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
         large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
-        assert all(x.is_contiguous() for x in large), "no copies of large buffers"
+        assert all(x.is_contiguous() for x in large), "large buffers must be contiguous"
         self.query, self.cache, self.region = query.contiguous(), cache, region
         self.scale, self.generated, self.rows = scale, generated, rows
         (self.batch, self.heads, self.d), self.kv_heads = query.shape, cache.keys.shape[1]
@@ -168,23 +168,23 @@ class Step:
         self.span: dict[str, Any] = {
             "first": cache.first, "last": cache.last, "sink": region.sink, "tail": region.tail
         }  # fmt: skip
-        """What kernels take that look at the mid-region."""
+        """Arguments of kernels that use the mid-region."""
         self.wanted: dict[str, Any] = self.span | {
             "k": region.k if rows is None else rows.k, "HEADS": self.heads, "GROUP": self.group,
             "BY_ROW": rows is not None,
         }  # fmt: skip
-        """What kernels take that look at what a query head retrieves."""
+        """Arguments of kernels that use the retrieved tokens."""
         terms, m = (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
         self.features: dict[str, Any] = {
             "log_query": log_query, "log_shift": cache.log_shift, "kinds": None if rows is None else rows.kinds,
             "D": self.d, "M": m, "TERMS": terms, "MAX_TERMS": triton.next_power_of_2(terms),
             "SUBTRACTS": subtracts and log_query is not None,
         }  # fmt: skip
-        """What kernels take that look at feature maps."""
+        """Arguments of kernels that use feature maps."""
 
     def attend(self, moments: Sequence[tuple[MomentState, Tensor | None]], out: Tensor | Terms) -> Tensor | Terms:
-        """Computes attention [B, Hq, D] or, of several methods, terms [B, Hq, ...] into `out`; `moments` each with the
-        indices [N] of its rows among those of a KV head, None for all.
+        """Writes attention [B, Hq, D] or, for several methods, terms [B, Hq, ...] to `out`. `moments` has states with
+        the indices [N] of their rows of a KV head, None for all.
         """
         scores, maxima = self.score() if self.cache.scan is None else self.scan()
         selection = self.select(scores, maxima)
@@ -238,7 +238,7 @@ class Step:
         return selection
 
     def gather(self, scores: Tensor, selection: Selection, programs: int) -> Shares:
-        """Sums the exact support of every query head, leaving room for so many programs of moments."""
+        """Sums the exact support of every query head, with room for the shares of `programs` programs of moments."""
         cache, columns = self.cache, self.cache.keys.shape[2]
         pieces = max(triton.cdiv(sum(self.region) + columns - cache.length, SLOTS), 1)
         rounds = triton.cdiv(pieces, MOST_SPLITS)
@@ -255,13 +255,13 @@ class Step:
         return Shares(sums, shifts, splits)
 
     def add_moments(self, moments: MomentState, members: Tensor | None, least: Tensor, shares: Shares) -> None:
-        """Writes the shares of moments of every query head, or of the `members` [N] of each KV head's."""
+        """Writes the shares of moments of every query head, or of the query heads `members` [N] of every KV head."""
         count, before = shares.shifts.shape[1], shares.of_tokens
-        each = self.group if members is None else len(members)
-        kernels.moments_kernel[count - before, self.batch * self.kv_heads * each](
+        num_members = self.group if members is None else len(members)
+        kernels.moments_kernel[count - before, self.batch * self.kv_heads * num_members](
             query=self.query, least=least, **moments._asdict(), sums=shares.sums, shifts=shares.shifts, shares=count,
             before=before, parts=moments.count.shape[2], rounds=_at_once(moments), scale=self.scale, members=members,
-            num_members=each, least_variance=LEAST_VARIANCE, whole=WHOLE, D=self.d, SHARED=moments.shared,
+            num_members=num_members, least_variance=LEAST_VARIANCE, whole=WHOLE, D=self.d, SHARED=moments.shared,
             **self.wanted, num_warps=8,
         )  # fmt: skip
 
@@ -282,12 +282,12 @@ class Step:
 
 
 def programs_of(moments: MomentState) -> int:
-    """Programs of a query head that the parts are shared among."""
+    """Returns the number of programs per query head that compute the parts."""
     return triton.cdiv(moments.count.shape[2], _at_once(moments))
 
 
 def _at_once(moments: MomentState) -> int:
-    """Parts that one program computes."""
+    """Returns the number of parts that one program computes."""
     return SHARED_PARTS if moments.shared else 1
 
 
@@ -304,7 +304,7 @@ class QueryMap:
         self.biases = {name: getattr(folded, name).float().contiguous() for name in ("c_bias", "e_bias")}
 
     def __call__(self, query: Tensor) -> Tensor:
-        """Queries [B, Hq, D] -> terms [C, B, Hq, M] float32, whose sum is log phi."""
+        """Computes terms of log phi, which is their sum: [B, Hq, D] -> [C, B, Hq, M] float32."""
         (batch, heads, d), (inner, m) = query.shape, self.weights["b"].shape[1:]
         kind = product_type(query, self.weights["a"])
         blocks = triton.cdiv(inner, INNER_BLOCK[kind])
@@ -317,8 +317,8 @@ class QueryMap:
 
 
 def product_type(query: Tensor, others: Tensor) -> tl.dtype:
-    """Returns bfloat16, whose products are exact in float32, except in Triton's interpreter: it silently multiplies
-    bfloat16 bits as integers.
+    """Returns bfloat16 for two bfloat16 operands, whose products are exact in float32; otherwise, and in Triton's
+    interpreter, which multiplies bfloat16 bits as integers, float32.
     """
     compiled = isinstance(kernels.score_kernel, triton.JITFunction)
     return tl.bfloat16 if compiled and query.dtype == others.dtype == torch.bfloat16 else tl.float32

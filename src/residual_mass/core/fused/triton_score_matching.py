@@ -1,9 +1,9 @@
 """The passes of the paper's objective (`core.score_matching`) as Triton kernels.
 
 Scores of a tile of rows and keys stay in registers: a pass reads each query, key and feature once for each tile and
-writes only its rows' or keys' results. Rows of a tile go over the keys in shares, one program each, which are added up
-afterwards, so results are the same in every run. The fourth pass computes the keys' gradient: with the rows' in one
-pass it would need atomic additions.
+writes only its rows' or keys' results. The keys are divided into shares, one program each, whose results are added up
+afterwards, so they are the same in every run. The fourth pass computes the gradient of the keys' features: in one pass
+with that of the rows' features it would need atomic additions.
 
 Shape letters: H = KV heads, R = query rows of a KV head, L = keys, D = head dimension, M = features, S = shares.
 """
@@ -23,7 +23,7 @@ ROW_BLOCK = {tl.bfloat16: 64, tl.float32: 32}
 """Rows of a tile, by the type whose products need more registers: no kernel spills them."""
 KEY_BLOCK = 32
 KEYS_OF_SHARE = 4096
-"""Makes 16 shares of 64k keys: of 400 rows and 8 heads, 6 programs or more for each multiprocessor of an H200."""
+"""64k keys make 16 shares: with 400 rows and 8 heads, 6 programs or more for each multiprocessor of an H200."""
 MASKED = tl.constexpr(score_matching.MASKED)
 LEAST_KERNEL = tl.constexpr(torch.finfo(torch.float32).tiny * 1e8)
 """Smallest z, so that 1 / z stays finite in the gradient."""
@@ -71,7 +71,7 @@ class TritonPasses:
         maxima = parts.amax(0)
         self.shifts = torch.stack((maxima, self.query_shift - maxima))
         parts = maxima.new_empty(9, self.shares, self.heads, self.rows)
-        sums_kernel[self.by_share](**self.teacher, **self.student, of_rows=self.shifts, sums=parts, SHARE=KEYS_OF_SHARE)
+        sums_kernel[self.by_share](**self.teacher, **self.student, per_row=self.shifts, sums=parts, SHARE=KEYS_OF_SHARE)
         largest, warm_hat, cold_hat = parts[:3]
         warm, cold, crossed, in_band, top, false_positive = parts[3:].sum(1)
         return Sums(
@@ -81,14 +81,14 @@ class TritonPasses:
         )  # fmt: skip
 
     def gradients(self, sums: Sums, factors: Factors) -> tuple[Tensor, Tensor]:
-        of_rows = torch.cat((self.shifts, torch.stack((sums.log_warm, sums.log_warm_hat, sums.log_z_hat, *factors))))
-        parts = of_rows.new_empty(self.shares, self.heads, self.rows, self.m)
+        per_row = torch.cat((self.shifts, torch.stack((sums.log_warm, sums.log_warm_hat, sums.log_z_hat, *factors))))
+        parts = per_row.new_empty(self.shares, self.heads, self.rows, self.m)
         query_gradient_kernel[self.by_share](
-            **self.teacher, **self.student, of_rows=of_rows, gradient=parts, SHARE=KEYS_OF_SHARE
+            **self.teacher, **self.student, per_row=per_row, gradient=parts, SHARE=KEYS_OF_SHARE
         )
-        for_key = of_rows.new_empty(self.heads, self.length, self.m)
+        for_key = per_row.new_empty(self.heads, self.length, self.m)
         grid = (triton.cdiv(self.length, KEY_BLOCK), self.heads)
-        key_gradient_kernel[grid](**self.teacher, **self.student, of_rows=of_rows, gradient=for_key)
+        key_gradient_kernel[grid](**self.teacher, **self.student, per_row=per_row, gradient=for_key)
         return parts.sum(0), for_key
 
 
@@ -107,7 +107,7 @@ def maxima_kernel(
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """The teacher's largest visible score in a share of the keys; MASKED where none is visible."""
+    """Computes the teacher's largest visible score in a share of the keys; MASKED where no key is visible."""
     share, head, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     q = _vectors(queries + head * rows * D, row, rows, D).to(DOT_TYPE)
@@ -130,7 +130,7 @@ def sums_kernel(
     query,  # [H, R, M]
     key,  # [H, L, M]
     key_shift,  # [H, L]
-    of_rows,  # [2, H, R]: the teacher's maximum, the student's shift relative to it
+    per_row,  # [2, H, R]: the teacher's maximum, the student's shift relative to it
     sums,  # out: [9, S, H, R]
     scale,
     inverse_tau,
@@ -146,15 +146,15 @@ def sums_kernel(
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """The rows' sums over a share of the keys. The student's exponentials are in units of its largest score there."""
+    """Computes the rows' sums over a share of the keys; the student's are in units of its largest score there."""
     share, head, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < rows
     q = _vectors(queries + head * rows * D, row, rows, D).to(DOT_TYPE)
     phi_q = _vectors(query + head * rows * M, row, rows, M).to(FEATURE_TYPE)
     seen = tl.load(last + row, mask=used, other=-1)
-    maximum = tl.load(of_rows + head * rows + row, mask=used, other=0.0)
-    shift = tl.load(of_rows + (heads + head) * rows + row, mask=used, other=0.0)
+    maximum = tl.load(per_row + head * rows + row, mask=used, other=0.0)
+    shift = tl.load(per_row + (heads + head) * rows + row, mask=used, other=0.0)
     largest = tl.full([ROWS], MASKED, tl.float32)
     warm_hat, cold_hat = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     warm, cold, crossed = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
@@ -179,7 +179,7 @@ def sums_kernel(
         warm_hat += tl.sum(tl.exp((r_hat - larger[:, None]) * inverse_tau), 1)
         cold_hat += tl.sum(tl.exp(r_hat - larger[:, None]), 1)
         largest = larger
-        # A hidden key counts as far with r_hat = MASKED, where the false-positive error is zero.
+        # A hidden key counts as beyond the band; with r_hat = MASKED its false-positive error is zero.
         within = r >= -band
         size = tl.abs(tl.where(within, r - r_hat, tl.maximum(r_hat + band, 0.0)))
         bent = tl.minimum(size, delta)
@@ -208,7 +208,7 @@ def query_gradient_kernel(
     query,  # [H, R, M]
     key,  # [H, L, M]
     key_shift,  # [H, L]
-    of_rows,  # [9, H, R], in the order of `_slopes`
+    per_row,  # [9, H, R], in the order of `_slopes`
     gradient,  # out: [S, H, R, M]
     scale,
     inverse_tau,
@@ -224,7 +224,7 @@ def query_gradient_kernel(
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Derivatives with respect to the rows' features, from a share of the keys."""
+    """Computes the derivatives with respect to the rows' features, from a share of the keys."""
     share, head, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     q = _vectors(queries + head * rows * D, row, rows, D).to(DOT_TYPE)
@@ -240,7 +240,7 @@ def query_gradient_kernel(
         z = tl.dot(phi_q, tl.trans(phi_k), input_precision="ieee")
         hidden = column[None, :] > seen[:, None]
         slopes = _slopes(
-            scores, z, hidden, shift_k[None, :], of_rows + head * rows, heads * rows, row, rows, inverse_tau, band,
+            scores, z, hidden, shift_k[None, :], per_row + head * rows, heads * rows, row, rows, inverse_tau, band,
             delta, 1,
         )  # fmt: skip
         total += tl.dot(slopes.to(FEATURE_TYPE), phi_k, input_precision="ieee")
@@ -256,7 +256,7 @@ def key_gradient_kernel(
     query,  # [H, R, M]
     key,  # [H, L, M]
     key_shift,  # [H, L]
-    of_rows,  # [9, H, R], in the order of `_slopes`
+    per_row,  # [9, H, R], in the order of `_slopes`
     gradient,  # out: [H, L, M]
     scale,
     inverse_tau,
@@ -271,7 +271,7 @@ def key_gradient_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Derivatives with respect to the keys' features, from all rows."""
+    """Computes the derivatives with respect to the keys' features, from all rows."""
     head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     column = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     k = _vectors(keys + head * length * D, column, length, D).to(DOT_TYPE)
@@ -287,7 +287,7 @@ def key_gradient_kernel(
         z = tl.dot(phi_k, tl.trans(phi_q), input_precision="ieee")
         hidden = column[:, None] > seen[None, :]
         slopes = _slopes(
-            scores, z, hidden, shift_k[:, None], of_rows + head * rows, heads * rows, row, rows, inverse_tau, band,
+            scores, z, hidden, shift_k[:, None], per_row + head * rows, heads * rows, row, rows, inverse_tau, band,
             delta, 0,
         )  # fmt: skip
         total += tl.dot(slopes.to(FEATURE_TYPE), phi_q, input_precision="ieee")
@@ -297,35 +297,35 @@ def key_gradient_kernel(
 
 @triton.jit
 def _slopes(
-    scores, z, hidden, shift_k, of_rows, step, row, rows, inverse_tau, band, delta, AXIS: tl.constexpr
+    scores, z, hidden, shift_k, per_row, step, row, rows, inverse_tau, band, delta, AXIS: tl.constexpr
 ):  # fmt: skip
-    """Derivative of the rows' losses with respect to z; rows are along axis 0 where AXIS is 1, along axis 1 where it
-    is 0. `of_rows` are the teacher's maximum, the student's shift, log_warm, log_warm_hat, log_z_hat and the factors.
+    """Computes the derivative of the rows' losses with respect to z; rows are along axis 1 - AXIS. `per_row` are the
+    teacher's maximum, the student's shift, log_warm, log_warm_hat, log_z_hat and the factors.
     """
-    r = scores - _of_rows(of_rows, row, rows, AXIS)
+    r = scores - _load_row(per_row, row, rows, AXIS)
     z = tl.maximum(z, LEAST_KERNEL)
-    r_hat = tl.log(z) + _of_rows(of_rows + step, row, rows, AXIS) + shift_k
-    warm = tl.exp(r * inverse_tau - _of_rows(of_rows + 2 * step, row, rows, AXIS))
-    warm_hat = tl.exp(r_hat * inverse_tau - _of_rows(of_rows + 3 * step, row, rows, AXIS))
-    cold_hat = tl.exp(r_hat - _of_rows(of_rows + 4 * step, row, rows, AXIS))
+    r_hat = tl.log(z) + _load_row(per_row + step, row, rows, AXIS) + shift_k
+    warm = tl.exp(r * inverse_tau - _load_row(per_row + 2 * step, row, rows, AXIS))
+    warm_hat = tl.exp(r_hat * inverse_tau - _load_row(per_row + 3 * step, row, rows, AXIS))
+    cold_hat = tl.exp(r_hat - _load_row(per_row + 4 * step, row, rows, AXIS))
     within = r >= -band
     error = tl.where(within, r_hat - r, tl.maximum(r_hat + band, 0.0))
     error = tl.minimum(tl.maximum(error, -delta), delta)
-    top = _of_rows(of_rows + 6 * step, row, rows, AXIS)
-    fp = _of_rows(of_rows + 7 * step, row, rows, AXIS)
-    slopes = (warm_hat - warm) * _of_rows(of_rows + 5 * step, row, rows, AXIS)
+    top = _load_row(per_row + 6 * step, row, rows, AXIS)
+    fp = _load_row(per_row + 7 * step, row, rows, AXIS)
+    slopes = (warm_hat - warm) * _load_row(per_row + 5 * step, row, rows, AXIS)
     slopes += error * tl.where(within, top, fp)
-    slopes += cold_hat * _of_rows(of_rows + 8 * step, row, rows, AXIS)
+    slopes += cold_hat * _load_row(per_row + 8 * step, row, rows, AXIS)
     return tl.where(hidden, 0.0, slopes / z)
 
 
 @triton.jit
-def _of_rows(values, row, rows, AXIS: tl.constexpr):
+def _load_row(values, row, rows, AXIS: tl.constexpr):
     return tl.expand_dims(tl.load(values + row, mask=row < rows, other=0.0), AXIS)
 
 
 @triton.jit
 def _vectors(matrix, index, count, WIDTH: tl.constexpr):
-    """Vectors of a matrix [count, WIDTH]; zero beyond its end."""
+    """Loads vectors of a matrix [count, WIDTH]; zero beyond its end."""
     place = index[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     return tl.load(matrix + place, mask=(index < count)[:, None], other=0.0)

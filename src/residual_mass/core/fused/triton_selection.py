@@ -1,15 +1,13 @@
 """Triton kernel that selects the k highest scores of a query head; `triton_kernels` explains how rows are numbered.
 
-Scores are compared as int32 keys of the same order. Beside the scores, the scoring kernels write the highest key of
-every SUB neighbouring columns. If k of these maxima reach a bound, so do k scores: only the columns below maxima that
-reach it need to be looked at, and of those only the scores that reach it compete. One program does it all for one
-query head, so nothing has to be waited for.
+Scores are compared as int32 keys of the same order. The scoring kernels also write the highest key of every SUB
+adjacent columns. If k of these maxima reach a bound, at least k scores reach it: only columns of such maxima are read,
+and only scores that reach the bound compete. One program does all this for one query head, so it waits for no other.
 
-This is exact whatever the scores are. They only decide how many of them compete: 1.1 to 1.2 k if they are independent
-and k is a hundredth of them, more if high scores are neighbours (at most SUB for each maximum that reaches the bound),
-and all of the mid-region if they tie, or if more tokens are wanted than there are maxima. Then each of the search's
-rounds, 16 at most, reads all keys of the mid-region again: at 64k and k = 5243 about ten rounds of 16 chunks, where one
-chunk does at k = 636.
+The result is exact for all scores. They only decide how many compete: 1.1 to 1.2 k if they are independent and k is a
+hundredth of their number, more if high scores are adjacent (at most SUB for each maximum that reaches the bound), and
+the whole mid-region if they tie or if k exceeds the number of maxima. Then each round of the search, 16 at most, reads
+all keys of the mid-region again: at 64k and k = 5243 about ten rounds of 16 chunks, at k = 636 one chunk.
 
 Shape letters: B = batch rows, Hq = query heads, G = those of a KV head, L = prefix columns.
 """
@@ -20,16 +18,16 @@ import triton
 import triton.language as tl
 
 SUB = tl.constexpr(16)
-"""Neighbouring columns of one maximum. With more, a step that retrieves many tokens would have too few maxima for a
+"""Adjacent columns of one maximum. With more, a step that retrieves many tokens would have too few maxima for a
 bound; with fewer, the search among maxima would be as long as one among scores."""
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 COUNT_BITS, COUNT_MASK = tl.constexpr(21), tl.constexpr(2**21 - 1)
-"""Of each of three counts of columns, which are summed as one int64, so that a round takes one reduction."""
+"""Bits of each of three counts of columns, which are summed as one int64, so that a round takes one reduction."""
 
 
 @triton.jit
 def store_maxima(maxima, head, block, product, ours, mid, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the highest keys of SUB neighbouring scores [ROWS, BLOCK], LOWEST where none is of the mid-region."""
+    """Writes the highest key of every SUB adjacent scores [ROWS, BLOCK]; LOWEST if none is of the mid-region."""
     key = tl.where(mid[None, :], _rising(product), LOWEST)
     best = tl.max(tl.reshape(key, [ROWS, BLOCK // SUB, SUB]), 2)
     group = block * (BLOCK // SUB) + tl.arange(0, BLOCK // SUB)
@@ -42,10 +40,10 @@ def select_kernel(
     maxima,  # [B * Hq, stride / SUB]
     first,  # [B]
     last,  # [B]
-    groups,  # scratch: [B * Hq, stride / SUB] whose maxima reach the bound
-    columns,  # scratch: [B * Hq, stride] that reach the bound
-    keys,  # scratch: [B * Hq, stride] theirs
-    chosen,  # out: [B * Hq, most] columns in rising order, as many as the mid-region has
+    groups,  # scratch: [B * Hq, stride / SUB] groups of columns whose maxima reach the bound
+    columns,  # scratch: [B * Hq, stride] columns whose scores reach the bound
+    keys,  # scratch: [B * Hq, stride] keys of these columns
+    chosen,  # out: [B * Hq, most] columns in ascending order, as many as the mid-region has
     least,  # out: [B * Hq] the k-th highest score, the highest where k is 0; unwritten where the mid-region is empty
     stride,
     k,  # a number or, BY_ROW, [B, G]
@@ -57,7 +55,7 @@ def select_kernel(
     BY_ROW: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Lists the columns of a query head's k highest scores; of those that tie with the k-th, the first ones."""
+    """Lists the columns of a query head's k highest scores; of scores that tie with the k-th, the first ones."""
     head = tl.program_id(0).to(tl.int64)
     begin, end = mid_region(first, last, head // HEADS, sink, tail)
     if end <= begin:
@@ -69,8 +67,8 @@ def select_kernel(
     groups += head * (stride // SUB)
     maxima += head * (stride // SUB) + begin // SUB
     num_maxima = (end + SUB - 1) // SUB - begin // SUB
-    # More maxima than k do: a few more scores to look at take less time than the last rounds of a search. Where there
-    # are fewer than k, the lowest of them is no bound.
+    # The search may end with more maxima than k: a few more scores take less time than its last rounds. With fewer
+    # maxima than k, the lowest is no bound.
     enough = wanted + wanted // 8
     bound, _, _ = _cut(maxima, num_maxima, tl.minimum(wanted, num_maxima), enough, CHUNK)
     bound = tl.where(wanted <= num_maxima, bound, LOWEST)
@@ -119,7 +117,7 @@ def mid_region(first, last, batch, sink, tail):
 
 @triton.jit
 def retrieved_by(k, head, HEADS: tl.constexpr, GROUP: tl.constexpr, BY_ROW: tl.constexpr):
-    """Returns how many tokens a query head wants: k or, BY_ROW, what k [B, G] holds for it."""
+    """Returns how many tokens a query head retrieves: k or, with BY_ROW, its entry of k [B, G]."""
     if BY_ROW:
         k = tl.load(k + head // HEADS * GROUP + head % GROUP)
     return k
@@ -127,20 +125,20 @@ def retrieved_by(k, head, HEADS: tl.constexpr, GROUP: tl.constexpr, BY_ROW: tl.c
 
 @triton.jit
 def _cut(keys, n, k, most, CHUNK: tl.constexpr):
-    """Searches n keys for one that at least k and at most so many reach, where 1 <= k <= n.
+    """Searches n keys for a bound that at least k and at most `most` of them reach, where 1 <= k <= n.
 
-    Where ties leave none, it is the k-th highest. Returns it, how many keys reach it, and, in case of ties, how many
-    exceed it. Each round divides the range by 4.
+    If ties allow no such bound, it is the k-th highest key. Returns the bound, how many keys reach it, and, in case of
+    ties, how many exceed it. Each round divides the range by 4.
     """
     place = tl.arange(0, CHUNK)
-    held = tl.load(keys + place, mask=place < n, other=LOWEST)  # all of them, unless there are many
+    held = tl.load(keys + place, mask=place < n, other=LOWEST)  # all keys if n <= CHUNK
     lowest, highest = tl.where(place < n, held, HIGHEST), held
     for start in range(CHUNK, n, CHUNK):
         inside = start + place < n
         key = tl.load(keys + start + place, mask=inside, other=LOWEST)
         lowest, highest = tl.minimum(lowest, tl.where(inside, key, HIGHEST)), tl.maximum(highest, key)
     low, high = tl.min(lowest, 0).to(tl.int64), tl.max(highest, 0).to(tl.int64)
-    reaching, above = n.to(tl.int64), tl.full([], 0, tl.int64)  # low and high + 1
+    reaching, above = n.to(tl.int64), tl.full([], 0, tl.int64)  # keys that reach low, and high + 1
     while (low < high) & (reaching > most):
         width = high - low
         first, second, third = low + (width + 3) // 4, low + (2 * width + 3) // 4, low + (3 * width + 3) // 4
@@ -160,7 +158,7 @@ def _cut(keys, n, k, most, CHUNK: tl.constexpr):
 
 @triton.jit
 def _reaching(key, first, second, third):
-    """Returns by key, in COUNT_BITS each, whether it reaches each of three pivots; LOWEST reaches none."""
+    """Returns whether each key reaches each of three pivots, in COUNT_BITS per pivot; LOWEST reaches none."""
     count = (key >= first.to(tl.int32)).to(tl.int64)
     count += (key >= second.to(tl.int32)).to(tl.int64) << COUNT_BITS
     return count + ((key >= third.to(tl.int32)).to(tl.int64) << 2 * COUNT_BITS)
@@ -168,7 +166,7 @@ def _reaching(key, first, second, third):
 
 @triton.jit
 def _narrowed(low, high, reaching, above, pivot, reach, k):
-    """Moves the end of a range at which a pivot with so many keys lies, if it lies inside."""
+    """Narrows the range to one side of a pivot that `reach` keys reach, if the pivot is inside."""
     up = (reach >= k) & (pivot > low)
     down = (reach < k) & (pivot <= high)
     return (
@@ -181,7 +179,7 @@ def _narrowed(low, high, reaching, above, pivot, reach, k):
 
 @triton.jit
 def _append(out, size, items, mask):
-    """Writes the items of a mask behind a list's first ones; returns its new size."""
+    """Appends the masked items to a list, and returns its new size."""
     counted = mask.to(tl.int32)
     tl.store(out + size + tl.cumsum(counted, 0) - 1, items, mask=mask)
     return size + tl.sum(counted, 0)
