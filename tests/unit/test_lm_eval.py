@@ -251,7 +251,7 @@ WRONG = [
     ({"stride": 0}, "stride is 0, not a whole number of at least 1"),
     ({"parallelize": True}, "does not support parallelize: leave parallelize out"),
     ({"peft": "adapter", "autogptq": True}, "does not support peft, autogptq: leave peft out"),
-    ({"backend": "seq2seq"}, "LlamaForCausalLM is no decoder-only model"),
+    ({"backend": "seq2seq"}, "LlamaForCausalLM is not a decoder-only model"),
 ]
 
 

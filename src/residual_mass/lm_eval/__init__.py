@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness with part of the KV cache: importing it registers the model `partial_kv`.
+"""Tasks of lm-evaluation-harness with a partial KV cache. Importing this package registers the model `partial_kv`.
 
 `python -m residual_mass.lm_eval` is the harness's command line with this model.
 """

@@ -1,4 +1,4 @@
-"""The command line of lm-eval, to which the model `partial_kv` is known."""
+"""The command line of lm-eval with the model `partial_kv`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from residual_mass.lm_eval import BadArgument
 
 
 def main() -> None:
-    """Runs lm-eval's own command line; a wrong argument of the model is one line and exit status 2."""
+    """Runs lm-eval's own command line; reports a wrong argument of the model in one line, with exit status 2."""
     try:
         cli_evaluate()
     except BadArgument as error:

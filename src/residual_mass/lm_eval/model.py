@@ -29,7 +29,7 @@ from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.prefix import build_prefix
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
-"""Options of HFLM with which attention is spread, wrapped or computed in other ways than were tested."""
+"""Options of HFLM that distribute, wrap or compute attention in ways that were not tested."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """What HFLM scores: the texts (None for a window of a rolling likelihood), tokens of the context, tokens to score."""
@@ -45,16 +45,16 @@ class PartialKV(HFLM):
 
     * `generate_until` reads prompts exactly and generates with `model.generate` inside `partial_kv`: batches, stop
       sequences, truncation and chat templates are HFLM's.
-    * `loglikelihood` reads the context exactly but for its last token. From that one on every token attends through
-      the method, with the continuation given, so that all its tokens are predicted under the method. (In generation
-      the first new token is still that of full attention.) Requests with the same context share one reading of it.
+    * `loglikelihood` reads the context exactly except for its last token. From there on every token attends through the
+      method, so that all tokens of the continuation are predicted under it. (In generation the first new token is
+      still that of full attention.) Requests with the same context share its prefill.
     * `loglikelihood_rolling` scores HFLM's windows in chunks of `stride` tokens: a chunk attends through the method to
-      all the tokens of the window before it, which are read exactly, and exactly to itself. Under `full` this is HFLM's
-      value. Under another method it is the likelihood of a text of which every `stride`-th token is generated into a
-      new prompt. The first chunk of a window has nothing before it and is exact: a text shorter than `stride` has the
-      value of full attention.
+      all earlier tokens of the window, which are read exactly, and exactly to itself. Under `full` this is HFLM's
+      value. Under another method it is the likelihood of the text if a new prompt began every `stride` tokens. The
+      first chunk of a window is exact, because no tokens precede it: a text shorter than `stride` has the value of full
+      attention.
 
-    Likelihoods are computed context by context; `batch_size` is for generation.
+    Likelihoods are computed one context at a time; `batch_size` applies to generation.
 
     Args:
         pretrained: as in HFLM, a name, a folder or a loaded model.
@@ -95,7 +95,7 @@ class PartialKV(HFLM):
             raise BadArgument(str(error)) from None
         super().__init__(pretrained, **options)
         if self.backend != "causal":
-            raise BadArgument(f"{type(self.model).__name__} is no decoder-only model, and no other is supported")
+            raise BadArgument(f"{type(self.model).__name__} is not a decoder-only model; no other is supported")
         try:
             partial_session(self.model, *self._settings)
         except ValueError as error:
@@ -108,10 +108,10 @@ class PartialKV(HFLM):
 
     @cached_property
     def engine(self) -> SharedPrefillEngine:
-        """Returns the engine for likelihoods, which fewer models support than generation.
+        """Returns the engine for likelihoods, which supports fewer models than generation does.
 
         Raises:
-            BadArgument: this model is not among them.
+            BadArgument: the engine does not support this model.
         """
         # As in `partial_kv`, maps need only fit the heads: a folder's name says nothing of the weights in it.
         facts = {} if self.phi is None else self.phi.training_facts
@@ -145,39 +145,39 @@ class PartialKV(HFLM):
         """Scores requests as HFLM does, in their order; `override_bs` is ignored.
 
         Raises:
-            ValueError: nothing is left of a context.
+            ValueError: a request has no context, no continuation, or one that is longer than the model's limit.
             NotFiniteError: a key, a value or a logit is not finite.
         """
         scored = [Scored.of(request, place, self.max_length) for place, request in enumerate(requests)]
-        scored.sort(key=lambda one: (one.rolling, -len(one.prefix), one.prefix, one.forced))
+        scored.sort(key=lambda item: (item.rolling, -len(item.prefix), item.prefix, item.forced))
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            for (rolling, prefix), same in itertools.groupby(scored, key=lambda one: (one.rolling, one.prefix)):
-                for one, logits in self._windows(same) if rolling else self._continuations(prefix, same):
-                    answers[one.place] = answer = self._answer(logits, one.targets)
-                    if not rolling:  # of a rolling likelihood HFLM keeps the sum of all windows
-                        self.cache_hook.add_partial("loglikelihood", requests[one.place][0], answer)
+            for (rolling, prefix), group in itertools.groupby(scored, key=lambda item: (item.rolling, item.prefix)):
+                for item, logits in self._windows(group) if rolling else self._continuations(prefix, group):
+                    answers[item.place] = answer = self._answer(logits, item.targets)
+                    if not rolling:  # HFLM caches rolling likelihoods, as sums over windows
+                        self.cache_hook.add_partial("loglikelihood", requests[item.place][0], answer)
                     bar.update(1)
         return [answers[place] for place in range(len(requests))]
 
     def _continuations(
         self, prefix: Sequence[int], scored: Iterable[Scored]
     ) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
-        """Yields continuations of one prefix, which is read once, with logits [T, V] after each of their tokens. Those
-        that differ in their last token alone need the same logits.
+        """Yields continuations of one prefix, which is read once, with the logits [T, V] after each token. Those that
+        differ only in their last token share logits.
         """
         decoder = ForcedDecoder(self.engine, prefix) if prefix else None
-        for tokens, same in itertools.groupby(scored, key=lambda one: one.forced):
+        for tokens, group in itertools.groupby(scored, key=lambda item: item.forced):
             logits = self._logits(decoder, tokens)
-            yield from ((one, [logits]) for one in same)
+            yield from ((item, [logits]) for item in group)
 
     def _windows(self, scored: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
-        """Yields windows with logits [T, V] after their tokens, `stride` at a time."""
-        yield from ((one, self._chunks([*one.prefix, *one.forced], len(one.prefix))) for one in scored)
+        """Yields windows with the logits [T, V] after their tokens, `stride` at a time."""
+        yield from ((item, self._chunks([*item.prefix, *item.forced], len(item.prefix))) for item in scored)
 
     def _chunks(self, tokens: list[int], start: int) -> Iterator[Tensor]:
-        """Yields logits of each chunk, which follows all the tokens before it. These are read once for all chunks: a
-        token's keys and values do not depend on later tokens.
+        """Yields the logits of each chunk, given all tokens before it. They are read once for all chunks: the keys and
+        values of a token do not depend on later tokens.
         """
         starts = range(start, len(tokens), self.stride)
         read = self.engine.read([tokens[: starts[-1]]])[0] if starts[-1] else []
@@ -191,7 +191,7 @@ class PartialKV(HFLM):
             yield self._logits(decoder, tokens[first : first + self.stride])
 
     def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int]) -> Tensor:
-        """Returns logits [T, V] after each token; without a prefix all is read exactly."""
+        """Returns logits [T, V] after each token; without a decoder all tokens are read exactly."""
         if decoder is None:
             backbone = self.engine.backbone
             return backbone.model(torch.tensor([list(tokens)], device=backbone.device), use_cache=False).logits[0]
@@ -201,7 +201,7 @@ class PartialKV(HFLM):
         """Returns the sum of the targets' log-probabilities, and whether each of them is the likeliest token.
 
         Args:
-            logits: [T, V] of the chunks that the targets, in their order, are predicted in.
+            logits: [T, V] of each chunk, in the order of the targets.
         """
         total, greedy, done = 0.0, True, 0
         for chunk in logits:
@@ -214,8 +214,8 @@ class PartialKV(HFLM):
 
 
 class Scored(NamedTuple):
-    """A request, cut as HFLM cuts it: `prefix` is read exactly, `forced` are the tokens whose successors, `targets`,
-    are scored; `rolling` for a window of a rolling likelihood.
+    """A request, cut as HFLM cuts it. `prefix` is read exactly. `forced` are the tokens after which `targets` are
+    scored. `rolling` marks a window of a rolling likelihood.
     """
 
     place: int
@@ -226,7 +226,7 @@ class Scored(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, place: int, max_length: int) -> Scored:
-        """Drops tokens from the left where there are more than the model can take."""
+        """Cuts tokens on the left where a request is longer than the model can take."""
         texts, context, continuation = request
         if not context or not 0 < len(continuation) <= max_length:
             raise ValueError(

@@ -49,7 +49,7 @@ def take(count: int) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Returns names of the usable GPUs: those in CUDA_VISIBLE_DEVICES if set, else numbers."""
+    """Returns the names of the usable GPUs: those in CUDA_VISIBLE_DEVICES if set, else their numbers."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number in range(len(device_files()))]
@@ -61,7 +61,7 @@ def device_files() -> list[Path]:
 
 
 def _free(visible: Sequence[str], count: int, folder: Path) -> list[str]:
-    """Locks the first `count` free GPUs for the lifetime of this process; returns none if too few are free."""
+    """Locks the first `count` free GPUs for the lifetime of this process; returns [] if too few are free."""
     held: dict[str, int] = {}
     # One process chooses at a time: two that want two of two GPUs could each hold one and wait for the other.
     with open(folder / "choosing", "w") as choosing:

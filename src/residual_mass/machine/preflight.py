@@ -30,16 +30,16 @@ def problems(
         submits: whether jobs run elsewhere; None assumes so if there is SLURM.
     """
     checked = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
-    found = [problem for backbone in checked for problem in _access_problems(backbone, assets)]
-    names, version = ", ".join(each.name for each in backbones if each.requires_gpu), metadata.version("torch")
+    lines = [problem for backbone in checked for problem in _access_problems(backbone, assets)]
+    names, version = ", ".join(b.name for b in backbones if b.requires_gpu), metadata.version("torch")
     if submits is None:
         submits = shutil.which("sbatch") is not None
     if names and not (has_gpu() or submits):
-        found.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
+        lines.insert(0, f"no NVIDIA GPU here for backbone {names}: run on a machine with one, or through SLURM")
     elif names and version.endswith("+cpu"):
         built = f"torch {version} is built for CPUs, and backbone {names} needs a GPU"
-        found.insert(0, f"{built}: delete .venv, then `make install TORCH_INDEX=`")
-    return found
+        lines.insert(0, f"{built}: delete .venv, then `make install TORCH_INDEX=`")
+    return lines
 
 
 def from_the_future(inputs: Iterable[Path]) -> list[str]:

@@ -27,31 +27,31 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
     if shutil.which("sbatch") is None:
         return ["no sbatch here: run on a machine that submits to SLURM, or without the profile slurm"]
     accounting = _run("sacct", "--noheader", "--starttime", "now")  # fails without accounting
-    found = []
+    lines = []
     if accounting.returncode and status_command == "sacct":
         reason = (accounting.stderr.strip() or "no message").splitlines()[-1]
-        found.append(
-            f"sacct does not answer ({reason}), and Snakemake would wait for its jobs for ever: "
+        lines.append(
+            f"sacct does not answer ({reason}), and Snakemake would wait for its jobs forever: "
             f"set slurm-status-command: squeue, as {PROFILE} does by itself"
         )
     if accounting.returncode and status_command == "squeue":
-        found += _forgets()
+        lines += _forgets()
     for partition, account in sorted(set(sites)):
         if account and accounting.returncode:
-            found.append(f"slurm_account is {account}, but there are no accounts here: remove it from {PROFILE}")
+            lines.append(f"slurm_account is {account}, but there are no accounts here: remove it from {PROFILE}")
         elif refusal := _refusal(partition, account):
-            found.append(f"sbatch refuses partition {partition!r}, account {account!r} ({refusal}): edit {PROFILE}")
-    return found
+            lines.append(f"sbatch refuses partition {partition!r}, account {account!r} ({refusal}): edit {PROFILE}")
+    return lines
 
 
 def unfinished(folder: Path) -> list[str]:
     """Returns one line if jobs of an earlier run from `folder` still exist, which would write the same files."""
     run = _run("squeue", "--noheader", "--user", getuser(), "--format", "%i|%k|%Z")
-    jobs = [line.split("|", 2) for line in run.stdout.splitlines() if line.count("|") >= 2]
+    jobs = [job.split("|", 2) for job in run.stdout.splitlines() if job.count("|") >= 2]
     ids = [number for number, comment, where in jobs if comment.startswith("rule_") and Path(where) == folder]
     wait, stop = f"`squeue --jobs {','.join(ids)}` shows none", f"stop them with `scancel {' '.join(ids)}`"
-    found = f"jobs of an earlier run still work in this folder: wait until {wait}, or {stop}; what they finish is kept"
-    return [found] if ids else []
+    line = f"jobs of an earlier run still work in this folder: wait until {wait}, or {stop}; what they finish is kept"
+    return [line] if ids else []
 
 
 def see_cancelled_jobs() -> None:
@@ -73,19 +73,19 @@ def see_cancelled_jobs() -> None:
 
 def _forgets() -> list[str]:
     """Returns one line if SLURM forgets finished jobs before Snakemake asks for them."""
-    found = re.search(r"^MinJobAge\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
-    if found and (found[1] == "0" or int(found[1]) >= REMEMBERED):  # 0 is for ever
+    match = re.search(r"^MinJobAge\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
+    if match and (match[1] == "0" or int(match[1]) >= REMEMBERED):  # 0 means forever
         return []
-    after = f"after {found[1]} s" if found else "at a time that scontrol does not tell"
+    after = f"after {match[1]} s" if match else "at a time that scontrol does not show"
     return [
         f"SLURM forgets finished jobs {after} (MinJobAge) and keeps no accounts (sacct), so that Snakemake would wait "
-        f"for them for ever: ask for MinJobAge={REMEMBERED} or more, or for accounting"
+        f"for them forever: ask for MinJobAge={REMEMBERED} or more, or for accounting"
     ]
 
 
 def _refusal(partition: str, account: str) -> str:
-    """Returns SLURM's complaint about partition or account; empty if it refuses this test job for something that the
-    real ones may request, a GPU or a quality of service.
+    """Returns SLURM's complaint about partition or account; empty if it refuses this test job because it lacks what
+    real jobs may request, such as a GPU or a quality of service.
     """
     given = [f"--partition={partition}"] * bool(partition) + [f"--account={account}"] * bool(account)
     run = _run("sbatch", "--test-only", "--time=1", *given, "--wrap=true")

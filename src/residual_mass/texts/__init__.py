@@ -1,1 +1,1 @@
-"""What studies read and do not make: files of pinned wheels, and models and data sets of the hub."""
+"""Inputs of the studies: files of pinned wheels, and models and data sets of the hub."""

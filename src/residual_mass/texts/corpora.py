@@ -24,7 +24,7 @@ RUN_CHARACTERS = 20_000
 HELD_OUT_SHARE = 20
 """One document in this many is held out of training."""
 DRAWS = 20
-"""Sequences that are drawn for each one wanted, in search of those that share no document."""
+"""Maximum number of draws per wanted sequence, to find sequences that share no document."""
 BOOK_BEGINS = re.compile(r"\*\*\* ?START OF TH(E|IS) PROJECT GUTENBERG", re.IGNORECASE)
 BOOK_ENDS = re.compile(
     r"The Project Gutenberg eBook of|End of (the )?Project Gutenberg|\*\*\* ?END OF TH(E|IS) PROJECT GUTENBERG",
@@ -46,18 +46,18 @@ class PackedDocuments:
 
     def disjoint(self, count: int) -> list[list[int]]:
         """Returns `count` sequences of which no two share a document, or fewer where the corpus has no more."""
-        found: list[list[int]] = []
+        sequences: list[list[int]] = []
         used: set[int] = set()
         for ids, documents in map(self._drawn, range(count * DRAWS)):
             if not documents & used:
                 used |= documents
-                found.append(ids)
-            if len(found) == count:
+                sequences.append(ids)
+            if len(sequences) == count:
                 break
-        return found
+        return sequences
 
     def _drawn(self, index: int) -> tuple[list[int], set[int]]:
-        """Returns the token ids of the index-th sequence, and the documents that they are of."""
+        """Returns the token ids of the index-th sequence, and the numbers of its documents."""
         rng = random.Random(f"{self.seed}/{self.name}/{index}")
         front = special_prefix(self.tokenizer)
         wanted = self.length - len(front)
@@ -100,7 +100,7 @@ class HubDocuments(Sequence[str]):
 class Cycle:
     """The paper's 1:1:1 mixture for one of `slots` parallel readers.
 
-    Sequence i of a reader is of corpus i mod n, and readers share no sequence.
+    Sequence i of a reader comes from corpus i mod n. Readers share no sequence.
     """
 
     def __init__(self, corpora: Sequence[PackedDocuments], slot: int = 0, slots: int = 1):
@@ -128,7 +128,7 @@ def training_corpus(
     """
     for name in names:
         if name not in TRAINED:
-            raise ValueError(f"corpus {name!r} is not one to train on; choose {', '.join(TRAINED)}")
+            raise ValueError(f"corpus {name!r} is not a training corpus; choose {', '.join(TRAINED)}")
 
     def corpus(name: str) -> PackedDocuments:
         documents = read_documents(name, assets)
@@ -141,7 +141,7 @@ def training_corpus(
 def held_out_corpus(
     name: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, assets: Path
 ) -> PackedDocuments:
-    """Builds a corpus that is never trained on: its held-out documents, or all where none is trained on.
+    """Builds a corpus of the held-out documents, which are all documents if the corpus is never trained on.
 
     Raises:
         ValueError: the corpus is not in MEASURED, or its files are missing or changed.
@@ -214,7 +214,7 @@ def _paragraphs(assets: Path) -> list[str]:
 
 
 def _runs(paragraphs: Sequence[str]) -> list[str]:
-    """Joins consecutive paragraphs to documents of at least RUN_CHARACTERS; the last may be shorter."""
+    """Joins consecutive paragraphs into documents of at least RUN_CHARACTERS; the last may be shorter."""
     runs: list[list[str]] = []
     size = RUN_CHARACTERS
     for paragraph in paragraphs:

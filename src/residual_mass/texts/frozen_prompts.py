@@ -34,12 +34,12 @@ class Prompt:
 
 
 def table_sha256(tasks: dict[str, Any]) -> str:
-    """The hash of a manifest's task table."""
+    """Returns the sha256 of a manifest's task table."""
     return sha256_text(json.dumps(list(tasks.items()), sort_keys=True))
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of frozen prompts; raises ValueError where the file is missing or something else."""
+    """Reads a manifest of frozen prompts; raises ValueError if the file is missing or is not one."""
     manifest = read_json(path)
     if not isinstance(manifest, dict) or "tasks" not in manifest:
         raise ValueError(f"{path}: not a prompts manifest; {REMEDY}")
@@ -47,7 +47,7 @@ def load_manifest(path: Path) -> dict[str, Any]:
 
 
 def require_prompts_of(path: Path, benchmark: str, length: str, tokenizer: str) -> None:
-    """Raises ValueError where the manifest is of something else."""
+    """Raises ValueError if the manifest has another benchmark, length or tokenizer."""
     manifest = load_manifest(path)
     for key, wanted in (("benchmark", benchmark), ("length", length), ("tokenizer", tokenizer)):
         if manifest[key] != wanted:
@@ -55,7 +55,7 @@ def require_prompts_of(path: Path, benchmark: str, length: str, tokenizer: str) 
 
 
 def load_prompts(manifest: Path, task: str, count: int) -> list[Prompt]:
-    """The first `count` frozen examples of `task`, or all of a smaller data set.
+    """Reads the first `count` frozen examples of `task`, or all of a smaller data set.
 
     Raises:
         ValueError: the manifest holds no such task or too few examples, or the task's file is not the one it lists.
@@ -82,12 +82,12 @@ SENTENCES = {
     "babilong_qa2": (r"Where is the (.+)\?", r"The \1 is in the {}."),
     "babilong_qa3": (r"Where was the (.+) before the (.+)\?", r"Before the \2 the \1 was in the {}."),
 }
-"""Sentences that BABILong asks to be answered with, by task: the question, and the answer made of it."""
+"""Answers that BABILong asks for, by task: a pattern of the question, and the sentence made from it."""
 
 
 def gold_answer(task: str, doc: dict[str, Any]) -> str:
-    """The first right answer, in the form that the prompt's examples or its wording ask for, without the blanks that
-    part it from the prompt.
+    """Returns the first right answer in the form that the prompt asks for, by its examples or its wording, without the
+    blanks that separate it from the prompt.
     """
     if task in SENTENCES:
         return re.sub(*SENTENCES[task], doc["question"].strip(), count=1).format(doc["target"])
@@ -99,7 +99,7 @@ def gold_answer(task: str, doc: dict[str, Any]) -> str:
 
 
 def gold_continuation(task: str, doc: dict[str, Any]) -> str:
-    """The first right answer with the blanks that part it from the prompt."""
+    """Returns the first right answer with the blanks that separate it from the prompt."""
     return BLANKS.get(task, " ") + gold_answer(task, doc)
 
 
@@ -107,6 +107,6 @@ LISTS: dict[str, Callable[[Sequence[str]], str]] = {
     "ruler_cwe": lambda words: " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1)),
     "ruler_vt": " ".join, "ruler_qa_squad": itemgetter(0), "ruler_qa_hotpot": itemgetter(0),
 }  # fmt: skip
-"""How RULER's tasks join their outputs, where not with commas; those of question answering are alternatives."""
+"""How RULER's tasks join their outputs, if not with commas. Question answering takes one of several alternatives."""
 BLANKS = {"ruler_vt": "  "}
-"""Between prompt and answer, where not one: the answer in the prompt's own example of variable tracking follows two."""
+"""Blanks between prompt and answer, if not one: the example in the prompt of variable tracking has two."""

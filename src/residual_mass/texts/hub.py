@@ -1,6 +1,6 @@
 """Models and data sets of the Hugging Face hub, in the cache of its own libraries (`HF_HOME`).
 
-`prefetch` fills the cache; with HF_HUB_OFFLINE=1 the libraries read it and ask no network.
+`prefetch` fills the cache; with HF_HUB_OFFLINE=1 the libraries read it and do not use the network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prefetch(models: Iterable[Model], parts: Iterable[HubPart]) -> None:
     """Fetches models and data sets into the cache, and reads the data sets once; offline, checks that they are there.
 
     Raises:
-        ValueError: some cannot be fetched, or offline are missing; names all of them in one line.
+        ValueError: a model or data set cannot be fetched, or is missing offline; names all of them in one line.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -80,10 +80,10 @@ def is_cached(model: str, revision: str) -> bool:
 
 
 def hub_rows(part: HubPart) -> Dataset:
-    """Reads a part of a data set, memory-mapped from the cache, which is filled where it lacks the part.
+    """Reads a part of a data set, memory-mapped from the cache; fetches it first if the cache lacks it.
 
     Raises:
-        ValueError: it cannot be read; in one line.
+        ValueError: the part cannot be read; the message is one line.
     """
     import datasets
 
@@ -107,10 +107,10 @@ def commits_of(parts: Iterable[HubPart]) -> dict[str, str]:
 def one_line_errors(repository: str, remedy: str = AGAIN) -> Iterator[None]:
     """Turns errors of the hub's libraries into a ValueError of one line without the token.
 
-    Wrap only their calls in it, because it catches all exceptions: the libraries raise a dozen unrelated classes.
+    Use it around calls of these libraries only: they raise a dozen unrelated classes, so it catches all exceptions.
 
     Args:
-        remedy: what to do about errors other than of access and names.
+        remedy: advice for errors other than missing access or a wrong name.
     """
     from huggingface_hub import get_token
 

@@ -13,7 +13,7 @@ class HubPart:
     configuration: str | None
     split: str
     column: str = "text"
-    """Column of the text, for a corpus."""
+    """Column that holds the text of a corpus."""
 
     def __str__(self) -> str:
         return f"{self.data_set} ({self.configuration or 'default'}, {self.split})"
@@ -26,7 +26,7 @@ ASSETS = {
     "books": "books of Project Gutenberg",
     "code": "source files of a Python package",
 }
-"""What the corpora of the assets are."""
+"""Descriptions of the corpora in the assets."""
 HUB = {
     "fineweb": HubPart("HuggingFaceFW/fineweb", "sample-10BT", "train"),
     "arxiv": HubPart("ccdv/arxiv-summarization", None, "train", "article"),
@@ -44,7 +44,7 @@ REVISIONS = {"Salesforce/wikitext": "b08601e04326c79dfdd32d625aee71d232d685c3"}
 ASSET_CORPORA = ("sotu", "wiki", "pydoc")
 """Corpora of the assets to train on, without their held-out documents."""
 HUB_TRAINED = tuple(name for name, part in HUB.items() if part.split == "train")
-"""Corpora of the hub that are trained on whole, so that none of their text is held out."""
+"""Corpora of the hub to train on; none of their documents are held out."""
 TRAINED = (*ASSET_CORPORA, *HUB_TRAINED)
 """Corpora to train on."""
 HELD_OUT_ONLY = tuple(name for name in (*ASSETS, *HUB) if name not in TRAINED)

@@ -1,5 +1,5 @@
-"""One variant in training: its maps, where they start, their losses and their optimiser, checks for NaN and infinities,
-and errors on held-out text.
+"""One variant in training: its maps, their initial values, losses and optimiser, checks for NaN and infinity, and
+errors on held-out text.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = query positions, L = keys, D = head dimension, M =
 features, S = supports, one for each budget.
@@ -64,20 +64,20 @@ CALIBRATION_QUERIES = 64
 PRECISIONS = {"float32": (torch.baddbmm, None), "bfloat16": (baddbmm_in_bfloat16, torch.bfloat16)}
 """Products of the maps, and what features are rounded to in the paper's objective, by `phi.precision`."""
 ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
-"""Most inner activations of a map, over all heads and keys, kept for its backward pass."""
+"""Maximum number of inner activations of a map, over all heads and keys, that are kept for its backward pass."""
 PACKS, QUERIES = 3, 4
 """Packs per held-out text, and queries per pack, right after its prefix."""
 MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error", "clamped_share")
-"""Of the held-out log: the diagnostics' measures, over few queries and all layers."""
+"""Columns of the held-out log: the measures of the diagnostics, over few queries and all layers."""
 HeldOut = dict[str, list[list[LayerTrace]]]
-"""Packs of each held-out text, each with every layer's trace and its targets for the evaluated budgets."""
+"""Traces by held-out text, pack and layer, with targets for the evaluated budgets."""
 
 
 class Learner:
     """A variant's maps and optimiser.
 
     Attributes:
-        losses: of every layer and query head [layers, Hq], the mean over the sequences of the current step.
+        losses: [layers, Hq], the mean of each layer and query head over the sequences of the current step.
         worked: seconds for losses and gradients of each layer in the current step.
         seconds: time spent only on this variant; approximate on a GPU, which runs asynchronously.
     """
@@ -174,7 +174,7 @@ def row_losses(
     """Computes the objective of one layer's maps per query head and position: [Hq, Q].
 
     `ours` is lambda_KL L_KL + (1 - lambda_KL) L_aux, `kl` and `aux` are one of the two terms. Objectives in ON_OUTPUTS
-    need a trace with targets; `residual` averages over all of their supports.
+    need a trace with targets; `residual` averages over all supports of the targets.
     """
     seen = int(trace.positions.max()) + 1
     keys = trace.keys[:, :seen]
@@ -289,23 +289,23 @@ def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> HeldOut
         cut = replace(trace, keys=trace.keys[:, :length], values=trace.values[:, :length], positions=last)
         return with_targets(cut, spec.anchors, spec.eval_budgets).to(torch.device("cpu"))  # GPUs have no room for all
 
-    found = {}
+    packs = {}
     for name in spec.held_out:
         corpus = held_out_corpus(name, backbone.tokenizer, length + QUERIES, spec.seed, assets)
-        found[name] = [record_traces(backbone, corpus.sequence(i), positions, only_prefix) for i in range(PACKS)]
-    return found
+        packs[name] = [record_traces(backbone, corpus.sequence(i), positions, only_prefix) for i in range(PACKS)]
+    return packs
 
 
 @torch.no_grad()
 def held_out_rows(maps: PhiMaps, packs: Sequence[Sequence[LayerTrace]], spec: TrainSpec) -> Iterator[dict[str, object]]:
-    """Yields log rows of one text per budget: `layer` "all", then every layer. Values are means over packs, heads and
-    queries; `log_z_error` is averaged where it is defined, `clamped_share` is the share of rows whose residual was
-    dropped.
+    """Yields the log rows of one text: for each budget `layer` "all", then every layer. Values are means over packs,
+    heads and queries; `log_z_error` is averaged where it is defined. `clamped_share` is the share of rows whose
+    residual was dropped.
     """
     layers = range(maps.shape.layers)
-    made = [_measures(maps, layer, pack[layer], spec.anchors) for layer in layers for pack in packs]
+    measures = [_measures(maps, layer, pack[layer], spec.anchors) for layer in layers for pack in packs]
     rows = {  # [layers, packs, Hkv, Q, G, S]
-        name: torch.stack([one[name] for one in made]).unflatten(0, (-1, len(packs))) for name in made[0]
+        name: torch.stack([x[name] for x in measures]).unflatten(0, (-1, len(packs))) for name in measures[0]
     }
     for s, budget in enumerate(spec.eval_budgets):
         k = retrieved_count(budget, tokens_of(spec.length), spec.anchors.sink + spec.anchors.tail)
@@ -326,13 +326,13 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
     log_key = maps.key[layer](trace.keys)
     window = Window(trace.positions, anchors.sink, anchors.tail)
     completion = complete(log_query, log_key, trace.values, window, trace.targets)
-    nothing = torch.zeros_like(completion.whole)
+    zero = torch.zeros_like(completion.whole)
     queries = by_kv_head(trace.queries, kv_heads).flatten(1, 2)
     teacher = (queries @ trace.keys.transpose(-1, -2) * trace.scale).log_softmax(-1)
     student = log_kernel(log_query.flatten(1, 2), log_key).log_softmax(-1)
     divergence = (teacher.exp() * (teacher - student)).sum(-1).view(log_query.shape[:3])
     return {
-        "e_topk": output_errors(nothing, completion.unit, trace.targets),
+        "e_topk": output_errors(zero, completion.unit, trace.targets),
         "e_sub": output_errors(completion.rest, completion.unit, trace.targets),
         "e_nosub": output_errors(completion.whole, completion.unit, trace.targets),
         "kl": divergence.unsqueeze(-1).expand(completion.rest.shape[:-1]),

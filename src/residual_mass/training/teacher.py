@@ -1,8 +1,8 @@
-"""The frozen teacher: its queries, keys and values on a text, the targets that follow from them, and which text and
-query positions a step trains on.
+"""The frozen teacher: its queries, keys and values on a text, the targets computed from them, and the text and query
+positions that a step trains on.
 
-A pass runs one sequence through the teacher. Without replay every step has a pass of its own (`FreshPasses`), with
-replay it draws one of the newest (`ReplayedPasses`). Everything is a function of (seed, step), so a resumed run sees
+A pass runs one sequence through the teacher. Without replay every step has its own pass (`FreshPasses`). With replay a
+step draws one of the newest passes (`ReplayedPasses`). Everything is a function of (seed, step), so a resumed run sees
 the same data as an uninterrupted one.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = sampled query positions, L = keys, D = head dimension, S =
@@ -39,8 +39,8 @@ SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**27}
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """Rotary-applied queries [Hq, Q, D] that see the keys up to `positions` [Q], and all keys and values [Hkv, L, D] of
-    one layer, in the backbone's dtype. Objectives on attention outputs also need targets.
+    """Queries [Hq, Q, D], keys and values [Hkv, L, D] of one layer after rotary embedding, in the backbone's dtype. A
+    query sees the keys up to its entry in `positions` [Q]. Objectives in ON_OUTPUTS also need targets.
     """
 
     queries: Tensor
@@ -72,15 +72,15 @@ Consume = Callable[[int, LayerTrace], None]
 
 
 class _LastLayerDone(Exception):
-    """Ends the forward pass once the rest is not needed."""
+    """Ends the forward pass at the last layer's attention."""
 
 
 @torch.no_grad()
 def stream_traces(backbone: Backbone, ids: Sequence[int], positions: Tensor, consume: Consume) -> None:
     """Runs the teacher over `ids` and calls `consume` with each layer's trace as soon as its attention is reached.
 
-    Attention itself is not replaced. The pass ends at the last layer's queries and keys, without logits. Only the
-    teacher is without gradients: `consume` may train.
+    Attention itself is not replaced. The pass ends at the last layer's queries and keys, without logits. The teacher
+    runs without gradients; `consume` may compute gradients.
     """
     last = backbone.shape.layers - 1
 
@@ -103,7 +103,7 @@ def stream_traces(backbone: Backbone, ids: Sequence[int], positions: Tensor, con
 def record_traces(
     backbone: Backbone, ids: Sequence[int], positions: Tensor, prepare: Callable[[LayerTrace], LayerTrace]
 ) -> list[LayerTrace]:
-    """Records all layers' traces of one pass, each transformed by `prepare`."""
+    """Returns the traces of all layers in one pass, each transformed by `prepare`."""
     traces: list[LayerTrace] = []
     stream_traces(backbone, ids, positions, lambda _, trace: traces.append(prepare(trace)))
     return traces
@@ -113,10 +113,10 @@ def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float
     """Adds the teacher's targets for the supports of these budgets (percent of the keys that each query sees)."""
     seen, parts = int(trace.positions.max()) + 1, []
     at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
-    whole = trace.widened()
-    keys, values = whole.keys[:, :seen], whole.values[:, :seen]
-    for some in torch.arange(len(trace.positions), device=trace.positions.device).split(at_once):
-        queries, positions = by_kv_head(whole.queries[:, some], len(keys)), trace.positions[some]
+    widened = trace.widened()
+    keys, values = widened.keys[:, :seen], widened.values[:, :seen]
+    for block in torch.arange(len(trace.positions), device=trace.positions.device).split(at_once):
+        queries, positions = by_kv_head(widened.queries[:, block], len(keys)), trace.positions[block]
         scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
         window = Window(positions, anchors.sink, anchors.tail)
         parts.append(exact_targets(scores, values, window, retrieved(positions, anchors, budgets)))
@@ -124,7 +124,7 @@ def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float
 
 
 def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
-    """Returns K of every support for queries that see the keys up to their position: [Q, S]."""
+    """Returns K, the number of retrieved tokens, of each support for queries at `positions`: [Q, S]."""
     num_anchors = anchors.sink + anchors.tail
     counts = [[retrieved_count(budget, p + 1, num_anchors) for budget in budgets] for p in positions.tolist()]
     return torch.tensor(counts, dtype=torch.long, device=positions.device).view(len(counts), len(budgets))
@@ -136,7 +136,7 @@ def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
 
 
 class Passes(ABC):
-    """The passes of one of a step's parallel sequences.
+    """Teacher passes for one of the parallel sequences of a step.
 
     The text of a pass and its query positions follow from its index, `slot` and the seed.
     """
@@ -146,19 +146,19 @@ class Passes(ABC):
 
     @abstractmethod
     def run(self, step: int, consume: Consume) -> float:
-        """Calls `consume` with the trace of every layer of the step, in any order; returns the seconds that took."""
+        """Calls `consume` with every layer's trace of the step, in any order; returns the seconds that this took."""
 
     def first(self) -> list[LayerTrace]:
-        """Returns the first pass, for initial values."""
+        """Returns the traces of the first pass, for initial values of the maps."""
         return self.recorded(0)
 
     def recorded(self, index: int) -> list[LayerTrace]:
-        """Records a pass."""
+        """Returns the traces of a new pass."""
         return record_traces(self.backbone, *self.text(index), self.prepared)
 
     def text(self, index: int) -> tuple[list[int], Tensor]:
-        """Returns the tokens of a pass, and distinct query positions for all steps that use it, drawn uniformly from
-        its final share.
+        """Returns the tokens of a pass and distinct query positions for all steps that use it. The positions are drawn
+        uniformly from the last share `query_window` of the tokens.
         """
         spec, length = self.spec, self.spec.length
         if spec.curriculum is not None and index * spec.replay.reuse < round(spec.curriculum.share * spec.steps):
@@ -170,7 +170,7 @@ class Passes(ABC):
         return ids, positions.to(self.backbone.device)
 
     def prepared(self, trace: LayerTrace) -> LayerTrace:
-        """Adds targets if an objective needs them, otherwise drops the values, which are then unused."""
+        """Adds targets if an objective needs them; otherwise drops the values, which are not used then."""
         if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
             return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
         return replace(trace, values=trace.values[:, :0].clone())  # a view would keep all values alive
@@ -185,8 +185,8 @@ class Passes(ABC):
 
 
 class FreshPasses(Passes):
-    """A pass for every step. Each layer is consumed within the forward pass, when the teacher reaches its attention, so
-    that one trace is held at a time.
+    """One pass for each step. The trace of a layer is consumed within the forward pass, when the teacher reaches its
+    attention, so that only one trace is in memory.
     """
 
     def run(self, step: int, consume: Consume) -> float:
@@ -230,7 +230,7 @@ class ReplayedPasses(Passes):
 
 
 def training_budgets(spec: TrainSpec) -> tuple[float, ...]:
-    """Returns all budgets whose supports a variant trains on, in ascending order."""
+    """Returns the budgets of all supports that any variant trains on, in ascending order."""
     residual = [v.objective for v in spec.variants if v.objective.name == "residual"]
     return tuple(sorted({b for objective in residual for b in objective.budgets or spec.eval_budgets}))
 

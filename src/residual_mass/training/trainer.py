@@ -2,7 +2,7 @@
 
 A step takes one teacher pass per sequence (new, or replayed from a pool), samples query positions, runs every layer's
 maps forward and backward separately, and then does one AdamW update. Variants differ in maps and objectives and share
-everything else, above all the teacher pass; the result of each is the same as if it were trained alone. Several
+everything else, above all the teacher pass. Each gets the same maps as if it were trained alone. Several
 processes split a step's sequences and add up their gradients.
 """
 
@@ -91,20 +91,20 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
-        ran = {
+        facts = {
             "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps,
             "data_sets": commits_of([HUB[name] for name in (*spec.corpora, *spec.held_out) if name in HUB]),
         }  # fmt: skip
         for learner, path in zip(trainer.learners, out, strict=True):
             learner.maps.save(path)
-            record.write(path, seconds=trainer.seconds_of(learner), **ran)
-        record.write(log_csv, seconds=trainer.seconds, **ran)
+            record.write(path, seconds=trainer.seconds_of(learner), **facts)
+        record.write(log_csv, seconds=trainer.seconds, **facts)
         checkpoint.unlink(missing_ok=True)
         remove_leftovers(checkpoint)
 
 
 class Processes(NamedTuple):
-    """This process among those that torchrun started to train together; the only one without torchrun."""
+    """This process in the group that torchrun started; a group of one without torchrun."""
 
     rank: int = 0
     world: int = 1
@@ -118,11 +118,11 @@ class Processes(NamedTuple):
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces tensors by their sums over the processes, in one message."""
+        """Replaces tensors by their sums over the processes, in one all-reduce."""
         if self.world > 1:
-            together = torch.cat([x.flatten() for x in tensors])
-            dist.all_reduce(together)
-            for x, total in zip(tensors, together.split([x.numel() for x in tensors]), strict=True):
+            flat = torch.cat([x.flatten() for x in tensors])
+            dist.all_reduce(flat)
+            for x, total in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
                 x.copy_(total.view_as(x))
 
 
@@ -149,15 +149,15 @@ class StopSignals:
     sends to all processes.
 
     Attributes:
-        asked: the first signal that has arrived.
+        asked: the first signal that arrived; None so far.
     """
 
     asked: int | None = None
 
     def __enter__(self) -> StopSignals:
         self.asked = None
-        heeded = (number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
-        self._former = {number: signal.signal(number, self._note) for number in heeded}
+        handled = (number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+        self._former = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -165,7 +165,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def take_effect(self) -> None:
-        """Delivers the signal, SIGTERM where only another process was asked, to its original handler."""
+        """Raises the signal with its original handler; SIGTERM if only another process received one."""
         number = self.asked or signal.SIGTERM
         signal.signal(number, self._former.get(number, signal.SIG_DFL))
         signal.raise_signal(number)
@@ -191,7 +191,7 @@ class Trainer:
         held_out: HeldOut,
         group: Processes = ALONE,
     ):
-        """Takes the corpora of this process's sequences by their index in the step."""
+        """`corpora` are those of this process's sequences, by the index of the sequence in a step."""
         self.spec, self.backbone, self.held_out, self.group = spec, backbone, held_out, group
         passes = FreshPasses if spec.replay == ReplaySpec(pool=1, reuse=1) else ReplayedPasses
         self.passes = {slot: passes(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
@@ -203,7 +203,7 @@ class Trainer:
     def train(self, checkpoint: Path, log_csv: Path) -> None:
         """Runs to the last step, with progress on stderr and held-out errors in `log_csv`.
 
-        SIGTERM and SIGINT take effect after the step whose update they precede, and a checkpoint.
+        SIGTERM and SIGINT take effect at the end of the current or the next step, after a checkpoint.
         """
         spec = self.spec
         if self.step == 0:
@@ -224,7 +224,7 @@ class Trainer:
                 if self.step % spec.checkpoint_every == 0 or stopping:
                     self.save_checkpoint(checkpoint)
                 if stopping:
-                    log.info("stopped after step %d, which %s holds", self.step, checkpoint)
+                    log.info("stopped after step %d; its checkpoint is %s", self.step, checkpoint)
                     self.stop.take_effect()
 
     def seconds_of(self, learner: Learner) -> float:
@@ -232,20 +232,20 @@ class Trainer:
         return self.seconds - sum(other.seconds for other in self.learners if other is not learner)
 
     def initialise(self) -> None:
-        """Gives every variant its initial maps, in all processes those of the leading one."""
+        """Initialises the maps of every variant; all processes take those of the leading one."""
         started, spec = time.perf_counter(), self.spec
         maps = [learner.maps for learner in self.learners]
-        if calibrated := [each for each in maps if each.map.init == "positive_random_features"]:
+        if calibrated := [phi for phi in maps if phi.map.init == "positive_random_features"]:
             first_pass = next(iter(self.passes.values())).first()
-            for each in calibrated:
-                positive_random_features(each, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
-        for parameter in (p for each in maps for p in each.parameters() if self.group.world > 1):
+            for phi in calibrated:
+                positive_random_features(phi, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
+        for parameter in (p for phi in maps for p in phi.parameters() if self.group.world > 1):
             dist.broadcast(parameter.data, 0)
         self.seconds += time.perf_counter() - started
 
     def _update(self, checkpoint: Path) -> tuple[float, bool]:
-        """Does one step of every variant; returns the first one's mean loss over this process's sequences, and whether
-        all processes stop now.
+        """Does one step of every variant. Returns the mean loss of the first variant over this process's sequences, and
+        whether all processes stop now.
         """
         started = time.perf_counter()
 
@@ -268,7 +268,7 @@ class Trainer:
 
     def _require_finite(self, checkpoint: Path) -> bool:
         """Raises ValueError for a loss or gradient that is not finite, before the update, so that maps and checkpoints
-        never hold a NaN. The same message tells whether any process was asked to stop, which is returned.
+        never hold a NaN. Returns whether any process received a stop signal, summed in the same all-reduce.
         """
         problems = {learner.label: learner.problem() for learner in self.learners}
         flags = torch.tensor([any(problems.values()), self.stop.asked is not None], device=self.backbone.device).float()
@@ -280,7 +280,7 @@ class Trainer:
             if problem is not None:
                 kept = f"the last checkpoint, {checkpoint}, is kept" if checkpoint.exists() else "no checkpoint yet"
                 raise ValueError(f"{label}: {problem}, step {self.step} ({kept}); lower phi.learning_rate")
-        raise ValueError(f"process {self.group.rank}: another one stopped at step {self.step}; its message says why")
+        raise ValueError(f"process {self.group.rank}: another process stopped at step {self.step} and says why")
 
     def _evaluate(self, log_csv: Path) -> None:
         """Measures every variant on the held-out texts and writes the whole log."""
@@ -288,10 +288,10 @@ class Trainer:
             return
         rows: list[dict[str, Any]] = []
         for learner in self.learners:
-            head = {"recipe": self.spec.name, "variant": learner.label, "seed": self.spec.seed, "step": self.step}
-            head["seconds"] = f"{self.seconds_of(learner):.1f}"
+            identity = {"recipe": self.spec.name, "variant": learner.label, "seed": self.spec.seed, "step": self.step}
+            identity["seconds"] = f"{self.seconds_of(learner):.1f}"
             for corpus, packs in self.held_out.items():
-                rows += [head | {"corpus": corpus} | row for row in held_out_rows(learner.maps, packs, self.spec)]
+                rows += [identity | {"corpus": corpus} | row for row in held_out_rows(learner.maps, packs, self.spec)]
         for row in rows:
             if row["layer"] == "all":
                 log.info(
@@ -351,7 +351,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     metadata, tensors = read_safetensors(path)
     header = metadata.get(HEADER, "")
     if metadata.get(DIGEST) != _digest(header, tensors):
-        raise ValueError(f"{path}: damaged checkpoint; delete it, training begins anew")
+        raise ValueError(f"{path}: damaged checkpoint; delete it to train from the beginning")
     return json.loads(header), tensors
 
 

@@ -58,7 +58,7 @@ def test_without_accounting_sacct_is_refused_and_so_is_an_account(cluster: Path)
 
 
 @pytest.mark.parametrize(
-    ("says", "when"), [(remembering(239), "after 239 s"), ("exit 1", "at a time that scontrol does not tell")]
+    ("says", "when"), [(remembering(239), "after 239 s"), ("exit 1", "at a time that scontrol does not show")]
 )
 def test_jobs_that_would_be_forgotten_too_soon(says: str, when: str, cluster: Path) -> None:
     answers(cluster, sacct=NO_ACCOUNTS, scontrol=says)

@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_one_line(assets: Path, tmp_path: Path, fineweb: 
         with pytest.raises(ValueError, match=f"'{name}' has no held-out text; choose sotu, "):
             held_out_corpus(name, TOKENIZER, 100, 0, assets)
     for name in ("books", "wikitext"):
-        with pytest.raises(ValueError, match=f"'{name}' is not one to train on; choose sotu, "):
+        with pytest.raises(ValueError, match=f"'{name}' is not a training corpus; choose sotu, "):
             training_corpus([name], TOKENIZER, 100, 0, assets)
     with pytest.raises(ValueError, match="'text' is empty"):
         PackedDocuments("text", [], TOKENIZER, 100, 0)
