@@ -1,1 +1,1 @@
-"""`residual-mass measure`: how much of the cache a model may leave unread on given texts, by the studies' measures."""
+"""`residual-mass measure`: how much of its cache a model may leave unread on given texts."""

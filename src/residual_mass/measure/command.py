@@ -24,18 +24,18 @@ if TYPE_CHECKING:  # the workflow, which imports this module, does without torch
     from residual_mass.measure.distances import Measured
 
 METHODS = ("topk", "topk_moments", "scan4_regression_64", "scan3_regression_32")
-"""What is compared unless the user says otherwise: no training needed, from many bytes a step to few."""
+"""Default of `--methods`, from many bytes a step to few; they need no training."""
 TIMED, LENGTHS = ("cache8", "scan4_regression_64"), ("1k", "4k", "16k", "32k")
-"""What `--latency` times unless the user says otherwise, besides full attention."""
+"""Defaults of `--latency`: methods, in addition to full attention, and lengths."""
 BASELINE = "topk"
-"""What the others are given over."""
+"""Method whose KL divides that of the others."""
 EMBEDDED = "smol"
 """Name of the model that comes with the pinned wheels."""
 DEFAULT_TEXTS = ("wiki", "code")
 LATE = ("accelerate", "gguf", "matplotlib")
-"""Packages of the extra `measure` that would be missed only after the measurement, or through another library."""
+"""Packages of the extra `measure` that are needed only after the measurement or by other libraries; checked first."""
 FEW = 16
-"""Documents below which heavy tails go unseen, and intervals are wide."""
+"""Number of documents below which heavy tails may be missed and intervals are wide."""
 SCAN_PAYS = 8_000
 """Tokens from which on a packed scan was faster than a packed 8-bit cache (docs/measured/decode_cpu.md)."""
 ARM = ["method", "budget_percent"]
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--documents", type=int, default=6, help="documents of each text (default: %(default)s)")
     add("--tokens", type=int, default=32, help="tokens that follow each prompt (default: %(default)s)")
     add("--methods", nargs="+", metavar="METHOD",
-        help=f"topk is always among them (default: {' '.join(METHODS)})")  # fmt: skip
+        help=f"methods to compare; topk is always added (default: {' '.join(METHODS)})")  # fmt: skip
     add("--budgets", nargs="+", default=("2", "4", "8"), metavar="PERCENT",
         help="share of the prompt that is read exactly, in percent (default: 2 4 8)")  # fmt: skip
     add("--target-kl", type=float, default=0.01, metavar="NATS",
@@ -64,12 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latency", nargs="*", metavar="TOKENS",
         help="time decode steps at these lengths instead, on random keys (default: 1k 4k 16k 32k)")  # fmt: skip
     add("--phi", type=Path, metavar="FILE", help="feature maps of this model, for methods with phi in their name")
-    add("--seed", type=int, default=0, help="of documents and resampling (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the documents and of resampling (default: %(default)s)")
     add("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
     add("--assets", type=Path, metavar="DIR",
-        help="of the embedded model and texts (default: results/assets if there, else one in the cache)")  # fmt: skip
+        help="folder of the embedded model and texts (default: results/assets if there, or in the cache)")  # fmt: skip
     add("--out", type=Path, default=Path("measured"), metavar="DIR",
-        help="every answer gets a folder of its own in it (default: %(default)s)")  # fmt: skip
+        help="folder in which each answer gets its own folder (default: %(default)s)")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Arguments:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Arguments:
-        """Raises ValueError for a number out of range, or a budget that is more likely a share."""
+        """Checks the flags; raises ValueError for a number out of range, or a budget that looks like a share."""
         for name in ("documents", "tokens"):
             if getattr(options, name) < 1:
                 raise ValueError(f"--{name} is {getattr(options, name)}, not 1 or more")
@@ -103,9 +103,9 @@ class Arguments:
         if options.model in ASSETS or Path(options.model).is_file():  # a text for the embedded model
             given |= {"model": EMBEDDED, "texts": [options.model, *options.texts]}
         if options.assets is None:
-            of_checkout = Path("results", "assets")
+            checkout = Path("results", "assets")
             cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            given["assets"] = of_checkout if of_checkout.is_dir() else cache / "residual-mass" / "assets"
+            given["assets"] = checkout if checkout.is_dir() else cache / "residual-mass" / "assets"
         given["texts"] = tuple(dict.fromkeys(given["texts"] or DEFAULT_TEXTS))
         if options.latency is None:
             given["methods"] = tuple(dict.fromkeys((BASELINE, *(options.methods or METHODS))))
@@ -124,7 +124,7 @@ class Arguments:
 
     @property
     def document_tokens(self) -> int:
-        """A prompt, the token after it, and the continuation."""
+        """Length of a document: a prompt, the token after it, and the continuation."""
         return self.prompt_tokens + 1 + self.tokens
 
 
@@ -152,26 +152,26 @@ def run(options: argparse.Namespace) -> None:
 
 
 def choices(measured: Measured) -> pd.DataFrame:
-    """All methods at all budgets over all texts, from the fewest bytes to the most.
+    """Returns a row per method and budget, over all texts, in ascending order of bytes read.
 
     `high` is the largest upper end of an interval, infinite for a single document.
     """
     table = measured.table.assign(high=measured.table["ci_high"].fillna(math.inf))
-    found = table.groupby(ARM, sort=False).agg(
+    rows = table.groupby(ARM, sort=False).agg(
         read=("read", "mean"), high=("high", "max"), over_topk=("kl_over_topk", "max")
     )
-    return found.reset_index().sort_values("read", kind="stable")
+    return rows.reset_index().sort_values("read", kind="stable")
 
 
 def recommended(measured: Measured) -> pd.Series | None:
-    """The choice of the fewest bytes whose intervals end at or below the target on every text."""
-    found = choices(measured)
-    met = found[found["high"] <= measured.args.target_kl]
+    """Returns the first of `choices` whose intervals end at or below the target on every text; None if none does."""
+    rows = choices(measured)
+    met = rows[rows["high"] <= measured.args.target_kl]
     return None if met.empty else met.iloc[0]
 
 
 def verdict(measured: Measured) -> str:
-    """The answer in a few sentences."""
+    """Returns the recommendation in a few sentences."""
     target, choice = measured.args.target_kl, recommended(measured)
     if choice is None:
         nearest = choices(measured).sort_values("high").iloc[0]
@@ -200,7 +200,7 @@ def verdict(measured: Measured) -> str:
 
 
 def verified(measured: Measured) -> str:
-    """What full attention's own text costs where the best method for that drafts and full attention verifies."""
+    """Returns a sentence on the bytes per verified token of the method and budget that need the fewest."""
     means = measured.table.groupby(ARM)[["verified", "verified_high"]].agg({"verified": "mean", "verified_high": "max"})
     (method, budget), costs = min(means.iterrows(), key=lambda arm: arm[1]["verified"])
     high = "" if math.isnan(costs.verified_high) else f" (the intervals end at {100 * costs.verified_high:.0f} %)"
@@ -212,7 +212,7 @@ def verified(measured: Measured) -> str:
 
 
 def limits(measured: Measured) -> Iterator[str]:
-    """What the measurement cannot tell."""
+    """Yields what the measurement cannot show, one sentence or two each."""
     args, choice = measured.args, recommended(measured)
     yield (
         f"Prompts had {args.length} tokens. Other lengths need other shares, as a rule smaller ones for longer "
@@ -250,7 +250,7 @@ def limits(measured: Measured) -> Iterator[str]:
 
 
 def printed(measured: Measured) -> str:
-    """The tables and the answer for a terminal."""
+    """Returns the tables and the answer as text for a terminal."""
     args, choice = measured.args, recommended(measured)
     width = max(map(len, args.methods))
     line = f"{{}} {{:{width}}}  {{:>5}}  {{:>5}}  {{:>5}}  {{:>11}}  {{:25}}  {{:>12}}  {{:>8}}  {{:>9}}".format
@@ -275,14 +275,14 @@ def printed(measured: Measured) -> str:
                 )
             )  # fmt: skip
     lines += [f"\n{verdict(measured)}", f"\n{verified(measured)}"]
-    lines += ["\nWhat this cannot tell:", *(f"* {each}" for each in limits(measured))]
+    lines += ["\nWhat this cannot tell:", *(f"* {limit}" for limit in limits(measured))]
     return "\n".join(lines) + "\n"
 
 
 def write(measured: Measured, text: str) -> list[Path]:
     """Writes the table, the picture, the printed text and, last, the settings; returns their paths."""
     names = ("measured.csv", "measured.png", "measured.txt", "settings.json")
-    table, picture, words, settings = paths = [measured.folder / name for name in names]
+    table, picture, printed, settings = paths = [measured.folder / name for name in names]
     best = recommended(measured)
     rows = measured.table.assign(
         seconds=measured.table["method"].map(measured.seconds), seconds_full=measured.seconds["full"],
@@ -291,7 +291,7 @@ def write(measured: Measured, text: str) -> list[Path]:
     write_text(table, rows.to_csv(index=False, float_format="%.6g"))
     with atomic_write(picture) as temporary:
         draw(measured).savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-    write_text(words, text)
+    write_text(printed, text)
     write_json(settings, measured.settings)
     return paths
 

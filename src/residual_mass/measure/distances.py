@@ -49,22 +49,22 @@ from residual_mass.texts.names import ASSETS
 log = logging.getLogger(__name__)
 
 STUDY = "measure"
-"""In place of a study's name, in files."""
+"""Name of the study in files."""
 STORE = "store.jsonl"
-"""What was decoded for any answer in a folder."""
+"""Name of the file with the decoded rows of all answers in a folder."""
 FILES = "files"
-"""What single files are called together; a folder is a text of its own."""
+"""Name of the text that consists of all single files; each folder is a text of its own."""
 CHARACTERS = 16
-"""Of a file that are read for each token wanted."""
+"""Characters of a file that are read per wanted token."""
 RESAMPLES = 1000
-"""Behind the intervals of other metrics than KL, as in the studies."""
+"""Resamples for the intervals of metrics other than KL, as in the studies."""
 TAIL = 1000
-"""Fewest tokens whose 99.9 % point is not just their largest value."""
+"""Minimum number of tokens whose 99.9 % point differs from their largest value."""
 QUERIES = 8
-"""Tokens after a prompt whose queries are counted."""
+"""Number of tokens after a prompt whose reads are counted."""
 ARM_OF_TEXT = ["text", "method", "budget_percent"]
 STEPS = 6
-"""Decode steps that are timed, after one that is not."""
+"""Decode steps that are timed, after one that is not timed."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class Measured:
     Attributes:
         title: names the model and the prompts.
         folder: of the answer.
-        settings: what has to be given again to measure the same.
+        settings: those that repeat the measurement.
         table: a row per text, method and budget: `text`, `method`, `budget_percent`; `kl` with the ends `ci_low` and
             `ci_high` (NaN for a single document) and `kl_over_topk`, over that of topk at the same budget; `kl_tail`;
-            `same_top`; `read` and `kept`, bytes that a step reads and that are kept of the prompt, in units of full
-            attention's in bfloat16; `verified` with `verified_low` and `verified_high`, bytes per verified token in the
-            same units: every document is a draft from the exact state, along the text and not full attention's own one.
-        tail: what `kl_tail` is.
+            `same_top`; `read` and `kept`, the bytes that a step reads and that are kept of the prompt, as shares of
+            full attention's in bfloat16; `verified` with `verified_low` and `verified_high`, the bytes per verified
+            token in the same unit; each document counts as one draft from the exact state, along the given text.
+        tail: name of the statistic in `kl_tail`.
         seconds: of a decode step, by method, and `full` for the model's own attention.
         packed: methods whose steps are compiled, over a packed cache.
     """
@@ -108,7 +108,7 @@ class Measured:
 
 
 def measure(args: Arguments) -> Measured:
-    """Measures all methods on all texts; what an earlier run decoded for the same folder `out` is not decoded again.
+    """Measures all methods on all texts; rows that an earlier run stored in the folder `out` are not decoded again.
 
     Raises:
         ValueError: the model, a text, a method or a number is at fault; names it.
@@ -156,7 +156,7 @@ def measure(args: Arguments) -> Measured:
 
 
 def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
-    """Full attention, and every method at every budget.
+    """Returns full attention, and every method at every budget.
 
     Raises:
         ValueError: a method is unknown or `full`, or lacks its maps.
@@ -175,7 +175,7 @@ def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
 
 
 def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
-    """A folder named after model, texts and length; a number tells answers to other settings apart."""
+    """Returns a folder named after model, texts and length, with a number if other settings have that folder."""
     name = "-".join((Path(args.model).name, *(Path(text).stem for text in args.texts), args.length))[:80]
     for number in itertools.count(1):
         answer = args.out / (name if number == 1 else f"{name}-{number}") / "settings.json"
@@ -186,15 +186,15 @@ def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
 def _distances(
     args: Arguments, spec: ForceSpec, texts: Sequence[Text], load: Callable[[], Backbone], folder: Path, tail: str
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Forces the texts and reads distances out of that, both by the studies' stages.
+    """Forces the texts and computes distances, both by the stages of the studies.
 
     Returns:
-        The first columns of `Measured.table`, and rates of first differences in place of what a verified token takes,
-        by ARM_OF_TEXT.
+        The columns of `Measured.table` up to `same_top`, and the rates of first differences, in the columns `verified`
+        to `verified_high`; both by ARM_OF_TEXT.
     """
     forced, out = folder / "forced.parquet", folder / "fidelity.csv"
     record = Record("force", spec, [])
-    documents = [each for text in texts for each in following(spec, text.name, text.sequences, spec.rows_of_answer)]
+    documents = [x for text in texts for x in following(spec, text.name, text.sequences, spec.rows_of_answer)]
     identity = backbone_identity(spec.backbone, args.assets)
     maps = {} if args.phi is None else {args.phi.stem: args.phi}
     facts = write_forced(spec, documents, identity, load, maps, args.out / STORE, forced)
@@ -206,20 +206,20 @@ def _distances(
     fidelity.run(about, forced, out)
     rows = pd.read_csv(out, dtype={"text": str}).query("method != 'full'").set_index(ARM_OF_TEXT)
     by_metric = dict(iter(rows.groupby("metric")))
-    found = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
-    found = found.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
-    baseline = found["kl"].xs(BASELINE, level="method")
-    found["kl_over_topk"] = found["kl"] / found.index.droplevel("method").map(baseline)
+    table = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
+    table = table.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
+    baseline = table["kl"].xs(BASELINE, level="method")
+    table["kl_over_topk"] = table["kl"] / table.index.droplevel("method").map(baseline)
     drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
     drafts = drafts.assign(first=drafts["same_top"]).groupby("text")
     rates = pd.concat(fidelity.first_differences(part, RESAMPLES, args.seed).assign(text=name) for name, part in drafts)
     ends = {"value": "verified", "ci_low": "verified_low", "ci_high": "verified_high"}
-    return found, rates.set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
+    return table, rates.set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
 
 
 def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) -> pd.DataFrame:
-    """What a step reads of the first document's prompt; tokens that it reads are means over layers, heads and queries,
-    and hardly vary between documents.
+    """Returns `read` and `kept` for the first document's prompt. The tokens read are means over layers, heads and
+    queries, which hardly vary between documents.
     """
     length, anchors = args.prompt_tokens, AnchorSpec()
     folded = None if phi is None else phi.on(backbone.model).folded()
@@ -246,9 +246,9 @@ def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) 
 
 @torch.no_grad()
 def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: PhiMaps | None) -> dict[str, float]:
-    """Seconds of a decode step after one prompt, of the model's own attention (`full`) and of every method under
-    `partial_kv` at the largest budget, over a packed cache where the CPU kernels serve it: the fastest of STEPS,
-    because other work only slows steps. The first one, which summarises the prompt, is left out.
+    """Returns the seconds of a decode step after one prompt, of the model's own attention (`full`) and of every method
+    under `partial_kv` at the largest budget, over a packed cache where the CPU kernels serve it. The fastest of STEPS
+    counts, because other work only slows steps down. The first step, which summarises the prompt, is left out.
     """
     model, length = backbone.model, args.prompt_tokens
     ids = torch.tensor([list(document)], device=backbone.device)
@@ -265,20 +265,20 @@ def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: 
             steps.append(time.perf_counter() - start)
         return min(steps[1:])
 
-    found = {"full": fastest(copy.deepcopy(prompt))}
+    seconds = {"full": fastest(copy.deepcopy(prompt))}
     for rule in map(method_named, args.methods):
         packed = PackedCache(model, rule) if kernels_for(model, rule) else None
         maps = phi if rule.needs_maps else None
         with partial_kv(model, rule, max(args.budgets) / 100, maps, cache=packed):
-            found[rule.name] = fastest(packed or copy.deepcopy(prompt))
-    return found
+            seconds[rule.name] = fastest(packed or copy.deepcopy(prompt))
+    return seconds
 
 
 # ---- models and texts that a user names: documents of equal length, of which no two overlap --------------------------
 
 
 def find_device(name: str | None) -> torch.device:
-    """Raises ValueError for a device that torch does not know or does not have."""
+    """Returns the device, a GPU by default; raises ValueError if torch does not know or have it."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
@@ -289,7 +289,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def require_assets(folder: Path) -> None:
-    """Makes the folder of the embedded model and texts unless there is one."""
+    """Creates the folder of the embedded model and texts if it does not exist."""
     if not (folder / MANIFEST).exists():
         assets.run(assets.PINS, folder / MANIFEST)
 
@@ -298,7 +298,7 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
     """Looks a model up without loading its weights.
 
     Args:
-        folder: of the assets, which are made where the embedded model needs them.
+        folder: of the assets, which is created if the embedded model needs it.
 
     Raises:
         ValueError: there is no such model, or access to it is restricted.
@@ -322,7 +322,7 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
 
 
 def _state(folder: Path) -> str:
-    """What names the weights of a folder: names, sizes and times of its files."""
+    """Returns a hash that identifies the weights in a folder: of names, sizes and times of its files."""
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: no model in this folder (no config.json); name a folder in Hugging Face's format, or write "
@@ -335,7 +335,7 @@ def _state(folder: Path) -> str:
 
 
 def _commit(model: str) -> str:
-    """The commit of a model on the hub, or of its newest copy in the cache where the hub cannot be reached."""
+    """Returns the commit of a model on the hub; of its newest copy in the cache if the hub cannot be reached."""
     is_document = (mimetypes.guess_type(model)[0] or "").startswith("text/")
     if is_document or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
         raise ValueError(
@@ -349,24 +349,24 @@ def _commit(model: str) -> str:
 
 
 def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
-    """Cuts every text into documents: corpora of the assets (which come before folders of their names), folders, and
-    all single files together.
+    """Cuts every text into documents: corpora of the assets (preferred to folders of the same name), folders, and all
+    single files together.
 
     Raises:
-        ValueError: a file is missing, empty or no text, or a text is shorter than one document; names it.
+        ValueError: a file is missing, empty or not a text, or a text is shorter than one document; names it.
     """
-    found, files = [], []
+    texts, files = [], []
     for name in args.texts:
         if name in ASSETS:
             require_assets(args.assets)
             corpus = held_out_corpus(name, tokenizer, args.document_tokens, args.seed, args.assets)
             sequences = corpus.disjoint(args.documents)
-            found.append(Text(name, sequences, len(sequences)))
+            texts.append(Text(name, sequences, len(sequences)))
         elif Path(name).is_dir():
-            found.append(_cut(name, _texts_in(Path(name)), tokenizer, args))
+            texts.append(_cut(name, _texts_in(Path(name)), tokenizer, args))
         else:
             files.append(_text_of(Path(name)))
-    return found + ([_cut(FILES, files, tokenizer, args)] if files else [])
+    return texts + ([_cut(FILES, files, tokenizer, args)] if files else [])
 
 
 def _text_of(path: Path) -> str:
@@ -374,7 +374,7 @@ def _text_of(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(
-            f"{path}: {error.strerror}, nor is it a text of the assets ({', '.join(ASSETS)}); check the name"
+            f"{path}: {error.strerror}, and not a text of the assets ({', '.join(ASSETS)}); check the name"
         ) from None
     except UnicodeDecodeError:
         raise ValueError(f"{path}: not a text in UTF-8; leave it out or convert it") from None
@@ -384,7 +384,7 @@ def _text_of(path: Path) -> str:
 
 
 def _texts_in(folder: Path) -> list[str]:
-    """The texts in a folder and those below, without hidden files and files of another kind."""
+    """Returns the texts in a folder and its subfolders, without hidden files and files that are not text."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     texts = []
@@ -392,12 +392,12 @@ def _texts_in(folder: Path) -> list[str]:
         with suppress(ValueError):
             texts.append(_text_of(path))
     if left_out := len(files) - len(texts):
-        log.warning("%s: %d files left out that are empty or no texts in UTF-8", folder, left_out)
+        log.warning("%s: %d files left out that are empty or not texts in UTF-8", folder, left_out)
     return texts
 
 
 def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: Arguments) -> Text:
-    """Joins short texts with those that follow, and cuts documents out of the long ones."""
+    """Joins short texts with the next ones, and cuts documents out of long ones."""
     front = special_prefix(tokenizer)
     wanted = args.document_tokens - len(front)
     longest = CHARACTERS * args.document_tokens * args.documents
@@ -416,7 +416,7 @@ def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, ar
 
 
 def windows(runs: Sequence[Sequence[int]], size: int, count: int) -> list[list[int]]:
-    """Returns up to `count` windows of `size` tokens, spread evenly over all that fit without an overlap."""
+    """Returns up to `count` windows of `size` tokens, spread evenly over all that fit without overlap."""
     places = []
     for run in runs:
         fitting = len(run) // size

@@ -1,4 +1,4 @@
-"""Times decode steps by the length of the prompt on this machine, and says from which length on a method is faster."""
+"""Times decode steps by prompt length on this machine, and says from which length on a method is faster."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from residual_mass.model.partial import make_arm, partial_kv
 from residual_mass.model.phi_maps import HeadShape
 
 STEPS, ROUNDS = 8, 2
-"""Steps of a round that are timed, and rounds, in which sides take turns."""
+"""Timed steps of a round, and number of rounds, in which sides take turns."""
 FASTER = 0.97
-"""Of another's time: what a method takes at most where it counts as faster, for times scatter."""
+"""A method counts as faster if it takes at most this share of the other's time, because times scatter."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class Side:
 
     @property
     def plain(self) -> bool:
-        """Whether it is transformers' own full attention."""
+        """Whether this is transformers' own full attention."""
         return self.method.whole_prefix and not self.packed
 
     @property
     def name(self) -> str:
-        of_all = self.method.whole_prefix or self.method.selector.replaces_cache
-        return self.method.name if of_all else f"{self.method.name}, {100 * self.budget:g} %"
+        whole = self.method.whole_prefix or self.method.selector.replaces_cache
+        return self.method.name if whole else f"{self.method.name}, {100 * self.budget:g} %"
 
 
 class Clock(BaseStreamer):
-    """When `generate` gave out tokens, the prompt's first."""
+    """Records when `generate` returned tokens, those of the prompt first."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -70,11 +70,11 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
     """Times all sides at all lengths of `--latency`.
 
     Returns:
-        What `printed` says, and the files with it and with its table: `side`, `tokens`, `seconds` (the median of a
-        step), `fastest` and `kept_mib` (the cache).
+        The text of `printed`, and the files with its table and with the text. Columns: `side`, `tokens`, `seconds` (the
+        median of a step), `fastest` and `kept_mib` (size of the cache).
 
     Raises:
-        ValueError: the model or a method is at fault; names it.
+        ValueError: the model or a method cannot be timed; names it.
     """
     device = find_device(args.device)
     files = [args.out / f"{Path(args.model).name}-latency{suffix}" for suffix in (".csv", ".txt")]
@@ -90,33 +90,33 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
             size = (
                 cache.nbytes if side.packed else sum(x.nbytes for one in cache.layers for x in (one.keys, one.values))
             )
-            steps += [(name, tokens_of(label), size / 2**20, each) for each in timed(model, side, cache, STEPS)]
+            steps += [(name, tokens_of(label), size / 2**20, seconds) for seconds in timed(model, side, cache, STEPS)]
             progress.update()
     rows = pd.DataFrame(steps, columns=["side", "tokens", "kept_mib", "seconds"])
     groups = rows.groupby(["side", "tokens"], sort=False)
-    found = groups.agg(seconds=("seconds", statistics.median), fastest=("seconds", "min"), kept_mib=("kept_mib", "max"))
-    found = found.reset_index()
-    write_text(files[0], found.to_csv(index=False, float_format="%.6g"))
-    text = printed(args, found)
+    table = groups.agg(seconds=("seconds", statistics.median), fastest=("seconds", "min"), kept_mib=("kept_mib", "max"))
+    table = table.reset_index()
+    write_text(files[0], table.to_csv(index=False, float_format="%.6g"))
+    text = printed(args, table)
     write_text(files[1], text)
     return text, files
 
 
 def sides(model: PreTrainedModel, args: Arguments) -> Iterator[Side]:
-    """Full attention as transformers has it, then what the compiled kernels serve, then methods that run in torch."""
+    """Yields transformers' full attention, then what the compiled kernels serve, then methods that run in torch."""
     full, own = method_named("full"), [method_named(name) for name in args.methods if name != "full"]
-    if needing := next((each.name for each in own if each.needs_maps), None):
+    if needing := next((method.name for method in own if method.needs_maps), None):
         raise ValueError(f"--latency times methods without feature maps; leave {needing} out of --methods")
     yield Side(full, None, False)
     if kernels_for(model, full):
         yield Side(full, None, True)
-    for method in sorted(own, key=lambda each: kernels_for(model, each) is None):
+    for method in sorted(own, key=lambda rule: kernels_for(model, rule) is None):
         budgets = args.budgets[:1] if method.selector.replaces_cache else args.budgets
         yield from (Side(method, budget / 100, kernels_for(model, method) is not None) for budget in budgets)
 
 
 def filled(model: PreTrainedModel, side: Side, length: int) -> Cache:
-    """A cache with random keys and values in place of a prompt's, which takes no time of a step."""
+    """Returns a cache with random keys and values instead of a prompt's, which do not change the time of a step."""
     shape, draw = HeadShape.of(model.config), torch.Generator().manual_seed(0)
     size = (2, 1, shape.kv_heads, length, shape.head_dim)
     layers = (torch.randn(size, generator=draw).to(model.device, model.dtype).unbind() for _ in range(shape.layers))
@@ -131,8 +131,8 @@ def filled(model: PreTrainedModel, side: Side, length: int) -> Cache:
 
 
 def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> list[float]:
-    """Seconds of decode steps of `generate`, which reads one more token of the prompt first. The first step, which
-    summarises the prompt, is left out.
+    """Returns the seconds of `generate`'s decode steps. It reads one more token of the prompt before them. The first
+    step, which summarises the prompt, is left out.
     """
     clock, ids = Clock(), torch.full((1, cache.get_seq_length() + 1), 1, device=model.device)
     own = cache if side.packed else None
@@ -144,11 +144,11 @@ def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> list[
     return [later - sooner for sooner, later in pairwise(clock.times[2:])]
 
 
-def printed(args: Arguments, found: pd.DataFrame) -> str:
-    """The table of milliseconds, and from which length on a method is faster than what reads everything."""
-    fastest = found.pivot(index="side", columns="tokens", values="fastest").loc[found["side"].unique()]
-    kept = found.pivot(index="side", columns="tokens", values="kept_mib").loc[fastest.index]
-    medians = found.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
+def printed(args: Arguments, table: pd.DataFrame) -> str:
+    """Returns the table of milliseconds, and the length from which a method is faster than each full read."""
+    fastest = table.pivot(index="side", columns="tokens", values="fastest").loc[table["side"].unique()]
+    kept = table.pivot(index="side", columns="tokens", values="kept_mib").loc[fastest.index]
+    medians = table.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
     width, threads = max(map(len, fastest.index)), torch.get_num_threads()
     lines = [
         f"{Path(args.model).name}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
@@ -163,12 +163,12 @@ def printed(args: Arguments, found: pd.DataFrame) -> str:
         lines.append(f"{side:{width}}" + "".join(f"{cell:>24}" for cell in cells))
     whole = [side for side in ("transformers", "full", "cache8") if side in fastest.index]
     lines.append("")
-    for side, other in product((each for each in fastest.index if each not in whole), whole):
+    for side, other in product((side for side in fastest.index if side not in whole), whole):
         slower = [
             tokens for tokens in fastest.columns if fastest.loc[side, tokens] > FASTER * fastest.loc[other, tokens]
         ]
         after = [tokens for tokens in fastest.columns if not slower or tokens > max(slower)]
         when = f"from {after[0]:,} tokens on" if after else "at none of these lengths"
         lines.append(f"{side} is faster than {other} {when}.")
-    ends = "By 3 % and more, and by the fastest steps, which other work disturbs least. Keys and values were random."
+    ends = "Faster: by 3 % or more in the fastest steps, which other work disturbs least. Keys and values were random."
     return "\n".join([*lines, "", ends])

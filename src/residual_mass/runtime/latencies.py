@@ -1,6 +1,6 @@
 """The `runtime` stage: latency of a decode step and from end to end, by implementation, method, context and batch.
 
-A run reads its prompts exactly, then decodes 31 tokens after the first; a step is the mean over these, as in the
+A run reads its prompts exactly, then decodes 31 tokens after the first. A step's time is the mean over these, as in the
 paper's tables. Prompts are random tokens and feature maps have their initial weights, which hardly affect time. All
 rows of a batch hold the same prompt in separate buffers, and its prefill time counts once per row. On a GPU our steps
 are first recorded as CUDA graphs, once per prompt length; that time has its own column and counts nowhere else.
@@ -8,7 +8,7 @@ are first recorded as CUDA graphs, once per prompt length; that time has its own
 Our repeats of a method directly follow the prototype's, but do not alternate with them: at long contexts and large
 batches only one implementation's buffers fit into memory.
 
-Our Full is measured with each of torch's attention kernels on a GPU, and its row is that of the fastest.
+On a GPU our Full is measured with each of torch's attention kernels, and its row is that of the fastest.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured together: every row of the batch has the same prompt and retrieves `k` of its tokens."""
+    """One measurement: every row of the batch has the same prompt and retrieves `k` of its tokens."""
 
     model: PreTrainedModel
     phi: PhiMaps
@@ -109,7 +109,7 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
     """Measures every setting of `spec` and writes one CSV row for each.
 
     Raises:
-        ValueError: a context exceeds the backbone's; a method of our own has no fast step.
+        ValueError: a context exceeds the backbone's, or one of `own_methods` has no fast step.
     """
     for method in spec.own_methods:
         if packing_of(method_named(method)) is None:
@@ -133,7 +133,7 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
 def measure(
     spec: RuntimeSpec, model: PreTrainedModel, implementations: Sequence[Implementation] = IMPLEMENTATIONS
 ) -> Iterator[dict[str, object]]:
-    """Yields rows with the columns RUNTIME, without facts of the backbone; `not_measured` says why one has no times."""
+    """Yields rows with the columns RUNTIME, but not the backbone's; `not_measured` says why a row has no times."""
     device = device_of(model)
     torch.manual_seed(spec.seed)
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
@@ -226,15 +226,15 @@ def _timed_prefill(model: PreTrainedModel, length: int, repeats: int, seed: int)
 
 
 def _best(setting: Setting, read: Prefill) -> tuple[Timing | str, str]:
-    """Returns a setting's timing or why there is none, of our Full that of the fastest attention kernel, and the
-    milliseconds of a step with each kernel, the fastest first, or what it lacks; empty where there is no choice.
+    """Returns a setting's timing or why there is none; for our Full on a GPU, that of the fastest attention kernel, and
+    a text with the milliseconds of a step or the failure of each kernel, fastest first. Otherwise the text is empty.
     """
     names = kernels_on(device_of(setting.model))
     if setting.implementation != "fused" or not method_named(setting.method).whole_prefix or not names:
         return _timed(setting, read), ""
-    found = with_each(names, lambda: _timed(setting, read))
-    timings = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
-    lacking = {name: found[name] or "not available" for name in found if name not in timings}
+    results = with_each(names, lambda: _timed(setting, read))
+    timings = {name: timing for name, timing in results.items() if isinstance(timing, Timing)}
+    lacking = {name: results[name] or "not available" for name in results if name not in timings}
     if not timings:
         return next(iter(lacking.values())), ""
     ordered = sorted(timings, key=lambda name: timings[name].step)
@@ -243,18 +243,18 @@ def _best(setting: Setting, read: Prefill) -> tuple[Timing | str, str]:
 
 
 def kernels_on(device: torch.device) -> tuple[str, ...]:
-    """Names of the kernels to choose among; none on a CPU, where torch's own choice is taken."""
+    """Returns the names of the attention kernels to compare; empty on a CPU, where torch chooses."""
     return tuple(KERNELS) if device.type == "cuda" else ()
 
 
 def with_each(names: Iterable[str], work: Callable[[], Result]) -> dict[str, Result | None]:
-    """Returns what some work with attention gives under each of these kernels alone; None where one refuses."""
+    """Returns the result of `work` with each of these attention kernels alone; None for a kernel that refuses."""
     results: dict[str, Result | None] = {}
     for name in names:
         try:
             with sdpa_kernel(KERNELS[name]):
                 results[name] = work()
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # is no refusal
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # not a refusal
             raise
         except RuntimeError as refusal:
             log.info("attention kernel %s is not available: %s", name, str(refusal).partition("\n")[0])
@@ -264,11 +264,11 @@ def with_each(names: Iterable[str], work: Callable[[], Result]) -> dict[str, Res
 
 def _timed(setting: Setting, read: Prefill) -> Timing | str:
     """Returns a setting's timing, or why there is none."""
-    if device_of(setting.model).type == "cpu":  # where the system ends a process that takes too much
-        kept = sum(x.nbytes for layer in read.layers.values() for x in layer)
+    if device_of(setting.model).type == "cpu":  # where the system kills a process that takes too much
+        size = sum(x.nbytes for layer in read.layers.values() for x in layer)
         if method_named(setting.method).needs_maps:
-            kept *= 1 + setting.phi.map.d_phi / (2 * setting.phi.shape.head_dim)
-        if (needed := COPIES * setting.batch * kept) > (free := _free_memory()):
+            size *= 1 + setting.phi.map.d_phi / (2 * setting.phi.shape.head_dim)
+        if (needed := COPIES * setting.batch * size) > (free := _free_memory()):
             return f"does not fit: needs {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free"
     try:
         return _timed_decoding(setting, read)
@@ -277,12 +277,12 @@ def _timed(setting: Setting, read: Prefill) -> Timing | str:
 
 
 def _free_memory() -> float:
-    """Bytes that the machine can still give; infinite where it is no Linux, which would say."""
+    """Returns the bytes of available memory; infinite on systems other than Linux, which do not report it."""
     try:
-        found = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(encoding="utf-8"))
+        match = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(encoding="utf-8"))
     except OSError:
         return math.inf
-    return 1024 * int(found[1]) if found else math.inf
+    return 1024 * int(match[1]) if match else math.inf
 
 
 def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
@@ -309,7 +309,7 @@ def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
 
 
 def _decoder(setting: Setting, read: Prefill) -> CacheDecoder | StaticDecoder:
-    """Builds what decodes a batch of the prompt that was read, in buffers of its own."""
+    """Returns the decoder of a batch of the prompt that was read, with its own buffers."""
     model, method, anchors, batch = setting.model, setting.method, setting.spec.anchors, setting.batch
     if setting.implementation == "fused":
         caches = fill_buffers([Prefill(dict(read.layers)) for _ in range(batch)], STEPS)
@@ -324,7 +324,7 @@ def _decoder(setting: Setting, read: Prefill) -> CacheDecoder | StaticDecoder:
 
 
 def _clocked(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """Returns what some work gives and its seconds by the host's clock, from an idle device to an idle device."""
+    """Returns the result of `work` and its seconds by the host's clock; waits for the device before and after."""
 
     def now() -> float:
         if device.type == "cuda":

@@ -41,7 +41,7 @@ class CacheDecoder:
     """Greedy decoding of a batch of prompts of equal length, token by token, over a cache that holds them.
 
     Args:
-        handler: of attention; None for the model's own.
+        handler: replaces attention; None for the model's own.
         steps: tokens of a run.
     """
 

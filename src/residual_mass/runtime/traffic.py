@@ -35,13 +35,12 @@ def step_traffic(
 ) -> dict[str, int]:
     """Computes the bytes that one step of a batch must read and write, without small vectors, by purpose.
 
-    weights: of the backbone; its embedding table only if the output layer shares it. keys: all of them, which are
-    scored exhaustively at any budget, or their codes and the keys of the exact support. values: of the exact support.
-    features: cached ones of retrieved tokens; keys of retrieved tokens in the prototype, which recomputes features.
-    maps: weights of the feature maps that a step evaluates. state: S and u and, if they are formed, S_R and u_R,
-    written and read; or moments. concatenation: the copy of a dynamic cache, which grows by one token. scores: float32,
-    written once and read once for selection; a GPU's L2 may hold those of a small batch. cache: all that the CPU
-    kernels read of a packed one.
+    weights: the backbone's; its embedding table only if the output layer shares it. keys: all keys, which are scored
+    exhaustively at any budget, or their codes and the keys of the exact support. values: those of the exact support.
+    features: cached features of retrieved tokens; in the prototype, which recomputes features, their keys. maps:
+    weights of the feature maps that a step evaluates. state: S and u and, if they are formed, S_R and u_R, written and
+    read; or moments. concatenation: the copy of a dynamic cache, which grows by one token. scores: float32, written
+    once and read once for selection; a GPU's L2 may hold those of a small batch. cache: what the CPU kernels read.
     """
     shape, item, rule = HeadShape.of(model.config), next(model.parameters()).element_size(), method_named(method)
     weights, group = _weight_bytes(model), shape.query_heads // shape.kv_heads
@@ -71,7 +70,7 @@ def step_traffic(
 
 
 def prompt_bytes(rule: Method, shape: HeadShape, tokens: int, d_phi: int) -> StepBytes:
-    """Returns what a step reads of a prompt of so many tokens before it retrieves any, over all layers and KV heads."""
+    """Returns the bytes that a step reads of a prompt before it retrieves tokens, over all layers and KV heads."""
     step = Step(tokens, shape.head_dim, shape.query_heads // shape.kv_heads, anchors=0, retrieved=0, features=d_phi)
     return StepBytes(*(shape.layers * shape.kv_heads * round(part) for part in step_bytes(rule, step)))
 
@@ -90,10 +89,10 @@ def _map_bytes(phi: PhiMaps, fused: bool, subtracts: bool) -> int:
         return _bytes_of(phi.query) + (_bytes_of(phi.key) if subtracts else 0)
     folded = [feature_map.fold() for feature_map in phi.query]
     return sum(
-        sum(x.nbytes for x in (one.a, one.b, one.c, one.c_bias, one.e_bias))
-        if isinstance(one, FoldedMap)
-        else _bytes_of(one)
-        for one in folded
+        sum(x.nbytes for x in (phi_q.a, phi_q.b, phi_q.c, phi_q.c_bias, phi_q.e_bias))
+        if isinstance(phi_q, FoldedMap)
+        else _bytes_of(phi_q)
+        for phi_q in folded
     )
 
 
@@ -116,7 +115,7 @@ def copy_rates(device: torch.device, rounds: int = 10) -> list[float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Times some work, on a GPU by the device's own clock, which excludes launch delays of a busy host."""
+    """Returns the seconds of `work`; on a GPU by the device's clock, without the launch delays of a busy host."""
     if device.type != "cuda":
         started = time.perf_counter()
         work()
