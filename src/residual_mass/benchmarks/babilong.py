@@ -25,9 +25,9 @@ from residual_mass.benchmarks.catalogue import (
 from residual_mass.texts.corpora import books_of
 
 SLACK = 2
-"""Tokens by which a prompt may miss its length where no run of words fills it exactly."""
+"""Tokens that a prompt may lack if no run of words fills it exactly."""
 RUNS = 32
-"""Runs of book sentences that are tried to fill the prompt exactly."""
+"""Maximum number of runs of book sentences that are tried to fill a prompt exactly."""
 GAP = "\ue000"
 """Placeholder of the input in a prompt; occurs in no book."""
 PROSE = re.compile(r"(?!CHAPTER )[\"“'‘(_]*[A-Z].*[.!?][\"”'’)_]*")
@@ -42,7 +42,7 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
     """
     base = seeded(seed, task, length)
     paragraphs, split = read_paragraphs(assets / "corpora" / "books"), sentence_splitter(assets / "nltk_data")
-    # A generator each, so that examples do not depend on their number.
+    # One generator per example, so that examples do not depend on `count`.
     rngs = [Random(f"{base} {index}") for index in range(count)]
     stories = [tell(task.removeprefix("babilong_"), rng) for rng in rngs]
     room = length - harness_config("babilong", task)["generation_kwargs"]["max_gen_toks"]
@@ -62,8 +62,8 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
 def hide(facts: Sequence[str], sentences: Sequence[str], rng: Random, size: Callable[[str], int], room: int) -> str:
     """Returns the facts at random places between as many sentences as fill `room` tokens.
 
-    Only the last sentence may be cut. Where its words do not fill the room exactly, the run of sentences begins one
-    later.
+    Only the last sentence may be cut. Where its words do not fill the room exactly, the run that begins one sentence
+    later is tried.
 
     Args:
         size: length in tokens of the whole prompt with a text as its input.
@@ -77,8 +77,8 @@ def hide(facts: Sequence[str], sentences: Sequence[str], rng: Random, size: Call
     best, text = -1, ""
     for start in range(RUNS):
         candidate = _filled(facts, places, sentences[start:], size, room)
-        if (found := size(candidate)) > best:
-            best, text = found, candidate
+        if (tokens := size(candidate)) > best:
+            best, text = tokens, candidate
         if best == room:
             break
     if best < room - SLACK:
@@ -99,7 +99,7 @@ def _filled(
 
 
 def _between(facts: Sequence[str], sentences: Sequence[str], places: Sequence[float]) -> str:
-    """Returns facts and sentences, each fact at its share (from 0 to 1) of the way through the sentences."""
+    """Joins facts and sentences, each fact at its place (a share from 0 to 1) among the sentences."""
     parts: list[str] = []
     passed = 0
     for fact, place in zip(facts, places, strict=True):
@@ -111,14 +111,14 @@ def _between(facts: Sequence[str], sentences: Sequence[str], places: Sequence[fl
 
 def _first_words(sentences: Sequence[Sequence[str]], count: int) -> list[str]:
     """Returns the sentences up to the `count`-th word; a sentence cut there ends in a full stop."""
-    found = []
+    kept = []
     for words in sentences:
         if count <= 0:
             break
         cut = " ".join(words[:count])
-        found.append(cut if count >= len(words) else cut.rstrip(",;:-—. ") + ".")
+        kept.append(cut if count >= len(words) else cut.rstrip(",;:-—. ") + ".")
         count -= len(words)
-    return found
+    return kept
 
 
 def _most(size: Callable[[int], int], room: int, high: int) -> int:
@@ -131,10 +131,10 @@ def _most(size: Callable[[int], int], room: int, high: int) -> int:
     while high - low > 1 and smallest < room:
         guess = low + round((room - smallest) * (high - low) / (largest - smallest))
         middle = min(max(guess, low + 1), high - 1)
-        if (found := size(middle)) <= room:
-            low, smallest = middle, found
+        if (tokens := size(middle)) <= room:
+            low, smallest = middle, tokens
         else:
-            high, largest = middle, found
+            high, largest = middle, tokens
     return low
 
 
@@ -143,23 +143,23 @@ def read_paragraphs(folder: Path) -> tuple[str, ...]:
     """Returns paragraphs of prose of all books in a folder, each on one line, without Project Gutenberg's own text.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the folder has no books.
     """
-    found = tuple(
+    paragraphs = tuple(
         " ".join(block.split())
         for file in sorted(folder.glob("*.txt"))
         for book in books_of(file.read_text(encoding="utf-8"))
         for block in book
         if _is_prose(block)
     )
-    if not found:
+    if not paragraphs:
         raise ValueError(f"{folder}: no books in it; run the assets stage")
-    return found
+    return paragraphs
 
 
 def _is_prose(block: str) -> bool:
-    """Whether lines are running text. The entries of contents and of an index may end like sentences, but these books
-    indent every line of them, as of tables and verse.
+    """Whether a block is running text. Entries of a table of contents or of an index may end like sentences, but these
+    books indent every line of them, as they do in tables and verse.
     """
     text = " ".join(block.split())
     set_apart = all(line[0].isspace() for line in block.splitlines() if line)
@@ -188,29 +188,29 @@ def sentence_splitter(tables: Path) -> Callable[[str], list[str]]:
 
 
 def read_on(paragraphs: Sequence[str], split: Callable[[str], list[str]], rng: Random, words: int) -> list[str]:
-    """Returns sentences from a random paragraph on, with more than `words` words after the first RUNS. After the last
-    book, the first one follows.
+    """Returns the sentences from a random paragraph on: at least RUNS, then more than `words` words. The first book
+    follows the last.
     """
-    at, found, read = rng.randrange(len(paragraphs)), [], 0
+    at, run, read = rng.randrange(len(paragraphs)), [], 0
     while read <= words:
         sentences = split(paragraphs[at])
-        read += sum(len(sentence.split(" ")) for sentence in sentences) if len(found) >= RUNS else 0
-        found += sentences
+        read += sum(len(sentence.split(" ")) for sentence in sentences) if len(run) >= RUNS else 0
+        run += sentences
         at = (at + 1) % len(paragraphs)
-    return found
+    return run
 
 
 # ---- stories ---------------------------------------------------------------------------------------------------------
 #
 # People, places, things and sentences are those of bAbI. A story does not say where everyone starts, so questions are
 # derived by replaying its events. Unlike in bAbI, a question is asked only if the story allows a single answer: "before
-# the kitchen" is asked of a thing that came to the kitchen once.
+# the kitchen" is asked only about a thing that came to the kitchen once.
 
 Act = Literal["move", "take", "drop", "give"]
 Question = tuple[str, str]
-"""The question and its one answer."""
+"""The question and its only answer."""
 Relation = tuple[str, str, str]
-"""The first place is on this side of the second."""
+"""First place, side, second place: the first is on this side of the second."""
 
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 THINGS = ("apple", "football", "milk")
@@ -249,7 +249,7 @@ class Event:
     what: str
     whom: str | None = None
 
-    def told(self, rng: Random) -> str:
+    def sentence(self, rng: Random) -> str:
         return rng.choice(SENTENCES[self.act]).format(who=self.who, what=self.what, whom=self.whom)
 
 
@@ -277,7 +277,7 @@ class World:
     def __init__(self, kind: StoryKind, rng: Random) -> None:
         start = rng.choice(PLACES)
         self.kind = kind
-        self.place = {each: start if kind.together else rng.choice(PLACES) for each in (*kind.people, *THINGS)}
+        self.place = {name: start if kind.together else rng.choice(PLACES) for name in (*kind.people, *THINGS)}
         self.holder: dict[str, str] = {}
 
     def next_event(self, rng: Random) -> Event:
@@ -315,24 +315,24 @@ def tell(kind: str, rng: Random) -> Story:
     """Returns a story of kind `qa1` to `qa5`."""
     if kind == "qa4":
         return _tell_of_places(rng)
-    told = KINDS[kind]
-    length = rng.randint(*told.lengths)
-    (find,) = rng.choices(list(told.questions), list(told.questions.values()))
+    story_kind = KINDS[kind]
+    length = rng.randint(*story_kind.lengths)
+    (find,) = rng.choices(list(story_kind.questions), list(story_kind.questions.values()))
     while True:  # not every story answers a question of this kind
-        world = World(told, rng)
+        world = World(story_kind, rng)
         events = [world.next_event(rng) for _ in range(length)]
         if questions := find(events):
             question, answer = rng.choice(questions)
-            return Story(tuple(event.told(rng) for event in events), question, answer)
+            return Story(tuple(event.sentence(rng) for event in events), question, answer)
 
 
 def _tell_of_places(rng: Random) -> Story:
-    """Three places in a row, told by two relations of neighbours. As in bAbI, the question is about the second place of
-    either relation, and the answer is the neighbour, though the third place may lie on the same side.
+    """Returns a story of three places in a row, as two relations of neighbours. As in bAbI, the question is about the
+    second place of either relation, and the answer is its neighbour, though the third place may be on the same side.
     """
-    one, middle, other = rng.sample(PLACES, 3)
+    end, middle, other_end = rng.sample(PLACES, 3)
     side = rng.choice(list(OPPOSITE))
-    relations = [_to_middle(one, side, middle, rng), _to_middle(other, OPPOSITE[side], middle, rng)]
+    relations = [_to_middle(end, side, middle, rng), _to_middle(other_end, OPPOSITE[side], middle, rng)]
     rng.shuffle(relations)
     answer, side, asked = rng.choice(relations)
     question = rng.choice((f"What is {side} of the {asked}?", f"What is the {asked} {OPPOSITE[side]} of?"))
@@ -341,8 +341,8 @@ def _tell_of_places(rng: Random) -> Story:
 
 
 def _to_middle(end: str, side: str, middle: str, rng: Random) -> Relation:
-    """That `end` is on this side of `middle`, from either point of view: in two thirds of bAbI's sentences the middle
-    comes second.
+    """Returns the relation that `end` is on this side of `middle`, or its inverse. In two thirds of bAbI's sentences,
+    the middle comes second.
     """
     return (end, side, middle) if rng.random() < 2 / 3 else (middle, OPPOSITE[side], end)
 
@@ -353,12 +353,12 @@ def where_is_somebody(events: Sequence[Event]) -> list[Question]:
 
 
 def where_is_a_thing(events: Sequence[Event]) -> list[Question]:
-    """Decided by two facts: who took or dropped the thing, and where that person went."""
+    """Finds questions that take two facts: who took or dropped the thing, and where that person went."""
     return [(f"Where is the {thing}?", trail[-1]) for thing, trail in trails(events).items()]
 
 
 def where_was_a_thing(events: Sequence[Event]) -> list[Question]:
-    """Decided by three facts: who had the thing, and the two last places; its current place is never the answer."""
+    """Finds questions that take three facts: who had the thing, and its last two places. The last is no answer."""
     return [
         (f"Where was the {thing} before the {place}?", earlier)
         for thing, trail in trails(events).items()
@@ -368,43 +368,43 @@ def where_was_a_thing(events: Sequence[Event]) -> list[Question]:
 
 
 def trails(events: Sequence[Event]) -> dict[str, list[str]]:
-    """Returns the places of each thing in order, as far as the story tells.
+    """Returns the places of each thing in order, as far as the story says.
 
     The place of a person may first become known from a thing that the person takes. Only the beginning of a trail can
     be unknown, as things move from known places to known places.
     """
     place: dict[str, str] = {}
     holder: dict[str, str] = {}
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
 
     def learn(who: str, where: str) -> None:
         place[who] = where
         for thing in (thing for thing, held_by in holder.items() if held_by == who):
-            if found.setdefault(thing, [])[-1:] != [where]:
-                found[thing].append(where)
+            if places.setdefault(thing, [])[-1:] != [where]:
+                places[thing].append(where)
 
     for event in events:
         if event.act == "move":
             learn(event.who, event.what)
         elif event.act == "take":
             holder[event.what] = event.who
-            known = place.get(event.who) or next(reversed(found.get(event.what, [])), None)
+            known = place.get(event.who) or next(reversed(places.get(event.what, [])), None)
             if known is not None:
                 learn(event.who, known)
         else:
             assert event.act == "drop", "things change hands only in stories that ask about no place"
             del holder[event.what]
-    return found
+    return places
 
 
 def about_gifts(question: str, asked: Literal["who", "what", "whom"]) -> Callable[[Sequence[Event]], list[Question]]:
-    """Returns a finder of the questions with these words that all gifts of the story answer alike."""
+    """Returns a function that finds the questions of this form to which all gifts in a story give the same answer."""
 
     def find(events: Sequence[Event]) -> list[Question]:
         answers: dict[str, set[str]] = {}
         for gift in (asdict(event) for event in events if event.act == "give"):
             answers.setdefault(question.format(**gift), set()).add(gift[asked])
-        return [(words, *found) for words, found in answers.items() if len(found) == 1]
+        return [(text, *words) for text, words in answers.items() if len(words) == 1]
 
     return find
 
@@ -419,7 +419,7 @@ KINDS = {
         (6, 30),
         GIVERS,
         {"move": 1, "take": 4, "drop": 1, "give": 4},
-        {  # bAbI asks as often for the thing, the giver and the receiver, for either person in two ways
+        {  # bAbI asks equally often for thing, giver and receiver; for a person in two ways
             about_gifts("What did {who} give to {whom}?", "what"): 2,
             about_gifts("Who gave the {what}?", "who"): 1,
             about_gifts("Who gave the {what} to {whom}?", "who"): 1,
@@ -429,6 +429,6 @@ KINDS = {
         together=True,
     ),
 }
-"""The kinds with events. Stories are about as long as most of bAbI's, whose longest, of over a hundred facts, would
-leave little room at short lengths.
+"""Kinds of stories with events. They are about as long as most of bAbI's; the longest of those, with over a hundred
+facts, would leave little room at short lengths.
 """

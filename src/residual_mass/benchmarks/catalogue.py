@@ -38,7 +38,7 @@ class Task:
             length.
         title: name in tables.
         max_new_tokens: the harness's limit on generated tokens.
-        without_hub: the examples of the assets, in place of the data on the hub.
+        without_hub: origin of the examples of the assets, which replace the data on the hub.
     """
 
     name: str
@@ -85,7 +85,7 @@ BENCHMARKS: dict[str, tuple[Task, ...]] = {
 
 
 def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
-    """Names of the tasks that fit `length_tokens`, in the harness's group order.
+    """Returns the names of the tasks that fit `length_tokens`, in the order of the harness's group.
 
     Raises:
         ValueError: the benchmark is unknown, or the length is too short for all of its tasks.
@@ -181,7 +181,7 @@ def sentence_tables(nltk_data: Path) -> Path:
 
 
 def seeded(seed: int, task: str, length: int) -> int:
-    """A 32-bit seed of one task at one length."""
+    """Returns a 32-bit seed for one task at one length."""
     return int.from_bytes(hashlib.sha256(f"{seed} {task} {length}".encode()).digest()[:4])
 
 
@@ -209,8 +209,8 @@ def both_scores(benchmark: str, task: str, doc: Doc, text: str) -> tuple[float, 
     if benchmark == "babilong":
         return harness, float(_named_labels(task, doc, text) == _targets(doc))
     if entry.process_results == "process_results_part":
-        said = _cleaned(benchmark, text).lower()
-        return harness, float(any(reference.lower() in said for reference in doc["outputs"]))
+        answer = _cleaned(benchmark, text).lower()
+        return harness, float(any(reference.lower() in answer for reference in doc["outputs"]))
     return harness, harness
 
 
@@ -230,7 +230,7 @@ def _harness_function(benchmark: str, name: str) -> Callable[..., Any]:
 
 
 def _cleaned(benchmark: str, text: str) -> str:
-    """`text` as the harness's substring metrics see it but for case: stripped, control characters as newlines."""
+    """Strips `text` and turns control characters into newlines, as the harness's substring metrics do."""
     return _harness_function(benchmark, "postprocess_pred")([text])[0]
 
 

@@ -1,4 +1,4 @@
-"""Columns of the files that these stages write, and the words in them; imports nothing heavy."""
+"""Columns of the files of the benchmark stages, and the words in them; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ RESULTS = (
     "k_mean k_zero_share cut_share decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
 FOLLOWING, GOLD, GREEDY, DRAFT = "following", "gold", "greedy", "draft"
-"""Continuations: the text that follows, the right answer, the greedy answer of full attention, and what it greedily
-makes of a document, which methods draft for it.
+"""Continuations: the text that follows, the right answer, the greedy answer of full attention, and its greedy
+continuation of a document, which methods draft.
 """
 DRAFTED = 32
-"""Tokens of a draft, unless full attention ends earlier."""
+"""Tokens of a draft, unless full attention ends its text earlier."""
 OWN, DENSE = "own", "dense"
 """States of the forced tokens: the arm's own, or those of full attention."""
 FORCED = (
@@ -33,7 +33,7 @@ FIDELITY = (
 
 
 def decoding_words(settings: Decoding, truncate_to: str) -> str:
-    """Returns what tells one way to generate a benchmark's texts from another, for its result CSV."""
+    """Describes the settings that affect a benchmark's generated texts, for its result CSV."""
     parts = {
         "chat template": settings.chat_template,
         f"up to {settings.answer_margin} tokens past the references": settings.answer_margin is not None,
@@ -45,11 +45,11 @@ def decoding_words(settings: Decoding, truncate_to: str) -> str:
 
 
 def decoding_settings(words: str) -> dict[str, bool | int | str | None]:
-    """Reads the settings that can change a score back from `decoding_words`; what it does not state is left out."""
+    """Parses the settings that can change a score from `decoding_words`; leaves out those that it does not state."""
     patterns = r"up to (\d+) tokens past", r"budgets of the (\w+) length", r"cut to (\w+)"
     margin, length, cut = (re.search(pattern, words) for pattern in patterns)
     return {
         "chat_template": "chat template" in words,
         "answer_margin": int(margin[1]) if margin else None,
-        **{name: found[1] for name, found in (("budget_length", length), ("truncate_to", cut)) if found},
+        **{name: match[1] for name, match in (("budget_length", length), ("truncate_to", cut)) if match},
     }

@@ -1,7 +1,7 @@
 """Distances from full attention on given continuations, with intervals and paired tests by document.
 
-The definitions are those of llama.cpp's `perplexity --kl-divergence`, except that tokens of a document are not taken
-for independent: documents are resampled, and arms are compared document by document.
+The definitions are those of llama.cpp's `perplexity --kl-divergence`, except that tokens of a document do not
+count as independent: documents are resampled, and arms are compared document by document.
 
 Shape letters: A = arms, N = tokens of all documents, D = documents, R = resamples.
 """
@@ -45,13 +45,13 @@ from residual_mass.study.specs import FidelitySpec
 log = logging.getLogger(__name__)
 
 PERMUTATIONS = 20_000
-"""Random signs behind a p-value: many tests are corrected together, so single ones must be fine."""
+"""Random sign patterns for a p-value: many tests are corrected together, so each p-value must be fine enough."""
 PLACE = ["text", "continuation", "state"]
 ARM = ["method", "budget_percent", "maps"]
 BY_DOCUMENT = [metric.name for metric in (KL, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT)]
 """Metrics that are means over documents of means over tokens, in the order of the result's rows."""
 UNCERTAINTIES = ["stderr", "ci_low", "ci_high", "gain_ci_low", "gain_ci_high", "gain_p"]
-"""What a single document leaves unknown."""
+"""Columns that are unknown for a single document."""
 
 
 def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
@@ -62,16 +62,16 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
         text, continuation, state = map(str, place)
         if continuation == DRAFT:
             about = {"text": text, "continuation": continuation, "state": state, "task": "all"}
-            found = first_differences(rows, spec.bootstrap_resamples, spec.seed)
-            tables.append(found.assign(metric=FIRST_DIFFERENCES.name, **about))
+            rates = first_differences(rows, spec.bootstrap_resamples, spec.seed)
+            tables.append(rates.assign(metric=FIRST_DIFFERENCES.name, **about))
             continue
         tasks = {f"{text} {continuation} {task}": part for task, part in rows.groupby("task", sort=False)}
         if min(part["index"].nunique() for part in tasks.values()) == 1:
             log.warning("%s, %s: one document only, so no interval and no test", text, continuation)
-        found = [(part["task"].iloc[0], {name: part}) for name, part in tasks.items() if len(tasks) > 1]
-        for task, some in [*found, ("all", tasks)]:
+        single = [(part["task"].iloc[0], {name: part}) for name, part in tasks.items() if len(tasks) > 1]
+        for task, parts in [*single, ("all", tasks)]:
             about = {"text": text, "continuation": continuation, "state": state, "task": task}
-            tables.append(_table(spec, some, over_tokens=task == "all").assign(**about))
+            tables.append(_table(spec, parts, over_tokens=task == "all").assign(**about))
     backbone = spec.backbone
     result = pd.concat(tables).assign(
         backbone=backbone.name, length=spec.length, study=spec.study, model_id=backbone.model_id,
@@ -82,7 +82,7 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
 
 
 def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
-    """Returns the tokens with the metrics of each, and the number of their `arm`."""
+    """Returns the tokens with their metrics and the number of their `arm`."""
     delta_p = np.exp(-forced["nll"]) - np.exp(-forced["full_nll"])
     arm = forced.groupby(ARM, sort=False, dropna=False).ngroup()
     document = [forced[name] for name in (*PLACE, "task", "index")]
@@ -93,22 +93,22 @@ def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
 
 
 def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: bool) -> pd.DataFrame:
-    """Returns the lines of all arms over these tasks; `over_tokens` adds those of root mean squares and quantiles."""
-    some = next(iter(tasks.values()))
-    arms = some.groupby("arm")[[*ARM, "phi_sha"]].first()
-    greedy = some["continuation"].iloc[0] == GREEDY  # only an answer of full attention can be kept
+    """Returns a row per metric and arm over these tasks; `over_tokens` adds root mean squares and quantiles."""
+    first = next(iter(tasks.values()))
+    arms = first.groupby("arm")[[*ARM, "phi_sha"]].first()
+    greedy = first["continuation"].iloc[0] == GREEDY  # only an answer of full attention can be kept
     metrics = [name for name in BY_DOCUMENT if greedy or name != KEPT.name]
     values = {task: _by_document(part, [*metrics, "k"]) for task, part in tasks.items()}
     lines = means(values, spec.bootstrap_resamples, spec.seed).frame
     arms["k_mean"] = lines.loc["k", "value"]
     lines = lines.drop(index="k").join(_gains(spec, values, metrics, arms))
-    documents = [of_task.shape[-1] for of_task in values.values()]
+    documents = [part.shape[-1] for part in values.values()]
     for arm in arms.index if min(documents) > 1 else ():
-        kl = [of_task.loc[KL.name, arm].clip(0).to_numpy() for of_task in values.values()]  # rounding can leave less
+        kl = [part.loc[KL.name, arm].clip(0).to_numpy() for part in values.values()]  # rounding can make it negative
         lines.loc[(KL.name, arm), ["ci_low", "ci_high"]] = skewed_interval(kl)
     if over_tokens:
         lines = pd.concat([lines, *_over_tokens(spec, tasks, arms.index)])
-    if min(documents) == 1:  # nothing can be said beyond the value
+    if min(documents) == 1:  # only the value is known
         lines[UNCERTAINTIES] = np.nan
     lines = lines.reset_index().join(arms, on="arm")
     lines = lines[(lines["method"] != "full") | lines["metric"].isin([NLL.name, FIRST.name])]  # no distance from itself
@@ -118,10 +118,10 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
 
 def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.DataFrame:
     """Returns the rate of first differences of every arm on one text: drafts with a difference per token drafted up to
-    and with it. Documents are resampled with all of their drafts.
+    and including it. Documents are resampled with all of their drafts.
 
     Args:
-        tokens: of forced drafts, those of a draft one after the other; `first` says which the arm gets right.
+        tokens: rows of forced drafts, draft by draft; `first` marks the tokens that the arm predicts.
 
     Returns:
         A row for each arm: its columns, `value`, `ci_low` and `ci_high` (NaN for a single document), and the numbers of
@@ -129,27 +129,27 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
     """
     differs = ~tokens["first"]
     drafted = differs.groupby((tokens["position"] == 0).cumsum()).cumsum() - differs == 0
-    found = tokens.groupby(ARM, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
+    rates = tokens.groupby(ARM, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
     by_document = tokens.assign(drafted=drafted, differences=drafted & differs).groupby([*ARM, "index"])
     differences, size = (
-        by_document[name].sum().unstack("index").loc[found.index].to_numpy(np.float64)
+        by_document[name].sum().unstack("index").loc[rates.index].to_numpy(np.float64)
         for name in ("differences", "drafted")
     )  # [A, D] each
     documents = size.shape[1]
-    found = found.assign(value=differences.sum(1) / size.sum(1), documents=documents, tokens=size.sum(1))
+    rates = rates.assign(value=differences.sum(1) / size.sum(1), documents=documents, tokens=size.sum(1))
     drawn = np.concatenate(list(resampled(documents, resamples, seed, DRAFT)))
-    found["ci_low"], found["ci_high"] = percentile_interval((drawn @ differences.T / (drawn @ size.T)).T)
-    none = found["value"] == 0  # which resamples cannot say more about
-    found.loc[none, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / found["tokens"][none])
+    rates["ci_low"], rates["ci_high"] = percentile_interval((drawn @ differences.T / (drawn @ size.T)).T)
+    zero = rates["value"] == 0  # resamples give no interval
+    rates.loc[zero, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / rates["tokens"][zero])
     if documents == 1:
-        found[["ci_low", "ci_high"]] = np.nan
-    return found.reset_index()
+        rates[["ci_low", "ci_high"]] = np.nan
+    return rates.reset_index()
 
 
 def _by_document(tokens: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    """A row for each metric and arm, a column for each document: means over the document's tokens."""
-    found = tokens.groupby(["index", "arm"])[names].mean()
-    return found.rename_axis(columns="metric").unstack("arm").T
+    """Returns means over the tokens of each document, with a row per metric and arm and a column per document."""
+    documents = tokens.groupby(["index", "arm"])[names].mean()
+    return documents.rename_axis(columns="metric").unstack("arm").T
 
 
 def _gains(
@@ -161,10 +161,10 @@ def _gains(
     paired = arms["budget_percent"][~is_topk].map(topk).dropna().astype(int)
     first = pd.MultiIndex.from_product([metrics, paired.index], names=["metric", "arm"])
     second = pd.MultiIndex.from_product([metrics, paired])
-    differences = {task: of_task.loc[first] - of_task.loc[second].to_numpy() for task, of_task in values.items()}
-    found = means(differences, spec.bootstrap_resamples, spec.seed).frame
-    found["p"] = sign_flip_p(differences, PERMUTATIONS, spec.seed)
-    return found.drop(columns="stderr").add_prefix("gain_").rename(columns={"gain_value": "gain"})
+    differences = {task: part.loc[first] - part.loc[second].to_numpy() for task, part in values.items()}
+    gains = means(differences, spec.bootstrap_resamples, spec.seed).frame
+    gains["p"] = sign_flip_p(differences, PERMUTATIONS, spec.seed)
+    return gains.drop(columns="stderr").add_prefix("gain_").rename(columns={"gain_value": "gain"})
 
 
 def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd.Index) -> Iterator[pd.DataFrame]:
@@ -210,7 +210,7 @@ def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray
 
 
 def _written(value: Any) -> Any:
-    """Formats numbers with six significant digits, as a KL may be 1e-6; what is not known is empty."""
+    """Formats numbers with six significant digits, as a KL may be 1e-6; unknown values are empty."""
     if isinstance(value, float):
         return "" if np.isnan(value) else f"{value + 0.0:.6g}"  # adding zero removes the sign of -0.0
     return value

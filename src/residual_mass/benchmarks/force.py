@@ -1,9 +1,9 @@
-"""Given continuations under every arm, token by token, against full attention; stored rows are not decoded again.
+"""Forced continuations under every arm, compared with full attention by token; stored rows are not decoded again.
 
-Texts are held-out documents, which go on as they do, and a benchmark's prompts, which are continued by their right
-answer and by the greedy answer of full attention. Drafts are what full attention greedily makes of a document from some
-places on: forced along it, an arm does what it would draft by itself, up to the first difference. The last token before
-a continuation is decoded and not prefilled, so that every token of the continuation is predicted under the arm.
+Texts are held-out documents with their own continuation, and a benchmark's prompts with their right answer and with the
+greedy answer of full attention. Drafts are full attention's greedy continuations of a document from several places on.
+Forced along one, an arm predicts what it would draft by itself, up to the first difference. The last token before a
+continuation is decoded and not prefilled, so that every token of the continuation is predicted under the arm.
 
 Shape letters: T = tokens of a continuation, V = vocabulary.
 """
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PER_TOKEN = ("token", "nll", "full_nll", "kl", "same_top", "first")
-"""What a stored row has of each token."""
+"""Values of a stored row that are lists with one entry per token."""
 STORED = frozenset({"key", "k", *PER_TOKEN})
 DIGITS = 9
-"""After the point, of stored nats."""
+"""Decimal places of stored nats."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """A text and how it goes on.
+    """A text and its continuation.
 
     Attributes:
         text: corpus or benchmark.
@@ -64,9 +64,9 @@ class Continuation:
         index: number of the document or of the example in its task.
         kind: one of FOLLOWING, GOLD, GREEDY, DRAFT.
         prompt: token ids before the continuation.
-        answer: token ids of the continuation; None where full attention is still to write it.
-        limit: its longest length in tokens.
-        nominal_length: L in the budget formula; None takes the prefix's own.
+        answer: token ids of the continuation; None if full attention generates it.
+        limit: maximum length of the continuation in tokens.
+        nominal_length: L in the budget formula; None takes the prefix's own length.
         rows: the arms that it is decoded under, each with the state of its forced tokens.
     """
 
@@ -149,12 +149,12 @@ def write_forced(
     """
     shas = {label: sha256_of(path) for label, path in maps.items()}
     wanted = [
-        ForcedRow(each, arm, state, each.key(spec, arm, state, identity, shas))
-        for each in continuations
-        for state, arm in each.rows
+        ForcedRow(continuation, arm, state, continuation.key(spec, arm, state, identity, shas))
+        for continuation in continuations
+        for state, arm in continuation.rows
     ]
     with RowStore(store, STORED) as rows:
-        missing = [each for each in wanted if each.key not in rows.rows]
+        missing = [row for row in wanted if row.key not in rows.rows]
         log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
         device = _compute(spec, load(), maps, missing, rows) if missing else None
         write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED)))
@@ -166,17 +166,17 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
     length = tokens_of(spec.length)
     for corpus in spec.corpora:
         texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
-        found = texts.disjoint(spec.documents)
-        if len(found) < spec.documents:
-            log.warning("%d documents instead of %d: corpus %s holds no more", len(found), spec.documents, corpus)
-        yield from following(spec, corpus, found, spec.rows_of_document)
+        sequences = texts.disjoint(spec.documents)
+        if len(sequences) < spec.documents:
+            log.warning("%d documents instead of %d: corpus %s holds no more", len(sequences), spec.documents, corpus)
+        yield from following(spec, corpus, sequences, spec.rows_of_document)
 
 
 def following(
     spec: ForceSpec, text: str, sequences: Iterable[Sequence[int]], rows: tuple[tuple[str, ArmSpec], ...]
 ) -> Iterator[Continuation]:
-    """Yields sequences of token ids as documents: a prefix of the length, one token, and what follows it; then their
-    drafts.
+    """Yields sequences of token ids as documents, each with its drafts. A document is a prefix of the length, one
+    token, and the continuation.
     """
     length = tokens_of(spec.length)
     for index, ids in enumerate(sequences):
@@ -189,7 +189,7 @@ def following(
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:
-    """Yields a benchmark's prompts, each with its right answer and with the answer that full attention will give."""
+    """Yields a benchmark's prompts, each with its right answer and with one that full attention generates."""
     for asked, manifest in zip(spec.asked, prompts, strict=True):
         content = load_manifest(manifest)
         require_prompts_of(manifest, asked.benchmark, spec.length, spec.backbone.tokenizer)
@@ -242,7 +242,7 @@ def _compute(
 def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) -> None:
     """Raises ValueError where the tokenizer knows tokens that the model does not."""
     known = model.get_input_embeddings().num_embeddings
-    largest = max(max(*each.continuation.prompt, *(each.continuation.answer or ())) for each in wanted)
+    largest = max(max(*row.continuation.prompt, *(row.continuation.answer or ())) for row in wanted)
     if largest >= known:
         raise ValueError(
             f"{spec.backbone.name}: the texts hold token {largest}, but the model has {known} tokens; give the model "
@@ -251,10 +251,10 @@ def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) 
 
 
 def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[Row]]:
-    """Yields the rows of one prompt's continuations, those of a state together: a resumed run then decodes the same
-    arms side by side, and rounds as an undisturbed one.
+    """Yields the rows of one prompt's continuations, all of a state together: a resumed run then decodes the same arms
+    together, and rounds as an undisturbed one.
     """
-    for continuation in dict.fromkeys(each.continuation for each in wanted):
+    for continuation in dict.fromkeys(row.continuation for row in wanted):
         prompt, answer = continuation.prompt, continuation.answer
         answer = tuple(decoder.greedy(prompt[-1], continuation.limit)) if answer is None else answer
         tokens, targets = (prompt[-1], *answer[:-1]), torch.tensor(answer, device=decoder.engine.backbone.device)
@@ -262,14 +262,14 @@ def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[
         full = logits.double().log_softmax(-1)
         del logits
         for state in dict.fromkeys(state for state, _ in continuation.rows):
-            rows = [each for each in wanted if each.continuation == continuation and each.state == state]
-            partial = [each.arm for each in rows if not each.arm.is_full]
+            rows = [row for row in wanted if row.continuation == continuation and row.state == state]
+            partial = [row.arm for row in rows if not row.arm.is_full]
             by_arm = decoder.logits(partial, tokens, layers if state == DENSE else None)
             done = []
-            for each in rows:
-                arm = full if each.arm.is_full else next(by_arm).double().log_softmax(-1)
-                measures = token_measures(full, arm, targets)
-                done.append({"key": each.key, "k": decoder.k(each.arm), "token": list(answer), **measures})
+            for row in rows:
+                log_p = full if row.arm.is_full else next(by_arm).double().log_softmax(-1)
+                measures = token_measures(full, log_p, targets)
+                done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **measures})
             yield done
 
 
@@ -296,16 +296,16 @@ def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[
 
 
 def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, str]) -> Iterator[Row]:
-    for each in wanted:
-        row, arm, place = store.rows[each.key], each.arm, each.continuation
+    for forced in wanted:
+        row, arm, place = store.rows[forced.key], forced.arm, forced.continuation
         about = {
             "text": place.text, "task": place.task, "index": place.index, "continuation": place.kind,
-            "state": each.state, "method": arm.method, "budget_percent": arm.budget_percent, "maps": arm.maps or "",
+            "state": forced.state, "method": arm.method, "budget_percent": arm.budget_percent, "maps": arm.maps or "",
             "phi_sha": shas[arm.maps] if arm.maps else "", "k": row["k"],
         }  # fmt: skip
         tokens = place.answer or row["token"]
         per_token = {name: row[name] for name in PER_TOKEN} | {"token": tokens, "seen": list(place.seen(tokens))}
         if len({len(values) for values in per_token.values()}) > 1:
-            raise ValueError(f"{store.path}: row {each.key} has lists of different lengths; {AGAIN}")
+            raise ValueError(f"{store.path}: row {forced.key} has lists of different lengths; {AGAIN}")
         for position, values in enumerate(zip(*per_token.values(), strict=True)):
             yield {**about, "position": position, **dict(zip(per_token, values, strict=True))}

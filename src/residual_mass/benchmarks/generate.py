@@ -89,15 +89,15 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
         # Longest first, so that out of memory shows at once and the estimated time left errs upwards.
         todo.sort(key=_longest, reverse=True)
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
-        ran_on = _compute(spec, assets, maps, todo, rows) if todo else {}
+        facts = _compute(spec, assets, maps, todo, rows) if todo else {}
         # What a key determines is taken from the spec, so that no damage of the store reaches later stages.
         write_text(out, jsonl(rows.rows[row["key"]] | row for each in wanted for row in each.rows))
-    record.write(out, identity=identity, batches=len(batches), batches_computed=len(todo), **ran_on)
+    record.write(out, identity=identity, batches=len(batches), batches_computed=len(todo), **facts)
 
 
 def _require_trained_at(spec: GenerateSpec) -> None:
-    """Compares the length that maps were trained on with that of the prompts: nominal, or without that what they are
-    truncated to.
+    """Raises ValueError for maps that were trained on less than the prompts' length: the nominal one, or `truncate_to`
+    if budgets do not use the nominal one.
     """
     key = "length" if spec.budget_length == "nominal" else "truncate_to"
     label = spec.length if key == "length" else spec.truncate_to
@@ -110,7 +110,7 @@ def _require_trained_at(spec: GenerateSpec) -> None:
 
 
 def _warn_of_extrapolation(spec: GenerateSpec, lengths: Sequence[int]) -> None:
-    """Template and few-shot examples may make a prompt longer than its nominal length."""
+    """Warns of prompts longer than the maps' training length, as templates and few-shot examples lengthen prompts."""
     for maps in spec.maps:
         beyond = [length for length in lengths if length > maps.length]
         if beyond and not spec.allow_extrapolation:
@@ -149,7 +149,7 @@ def _batches(wanted: Sequence[Wanted], tokens: int) -> Iterator[list[Wanted]]:
 
 
 def _fitting(batch: Sequence[Wanted], tokens: int) -> int:
-    """Returns how many of the examples, at least one, fit into so many prompt tokens, padding included."""
+    """Returns how many of the first examples, at least one, fit into `tokens` prompt tokens, padding included."""
     longest = accumulate((len(each.example.ids) for each in batch), max)
     return max(1, sum(size * length <= tokens for size, length in enumerate(longest, start=1)))
 
@@ -176,10 +176,10 @@ def _compute(
         for batch in batches:
             generations, room = _decoded(spec, engine, backbone.tokenizer, batch, room)
             rows = (
-                {**row, "k": made.k, "tokens": made.tokens, "finish": made.finish,
-                 "text": cut_at(decode(made.tokens, skip_special_tokens=True), each.example.prompt.stop)}
+                {**row, "k": generation.k, "tokens": generation.tokens, "finish": generation.finish,
+                 "text": cut_at(decode(generation.tokens, skip_special_tokens=True), each.example.prompt.stop)}
                 for each, of_example in zip(batch, generations, strict=True)
-                for row, made in zip(each.rows, of_example, strict=True)
+                for row, generation in zip(each.rows, of_example, strict=True)
                 if row["key"] not in store.rows
             )  # fmt: skip
             store.append(rows)
@@ -234,7 +234,7 @@ def _decoded(
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
-    """`text` up to the first occurrence of any of the strings `stop`."""
+    """Returns `text` up to the first occurrence of any of the strings `stop`."""
     return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
 
 
@@ -254,7 +254,7 @@ def encoded(decoding: Decoding, truncate_to: str, prompt: Prompt, tokenizer: Any
     room = tokens_of(truncate_to) - limit
     if room < 1:
         raise ValueError(
-            f"truncate_to {truncate_to}: no room for a prompt besides the {limit} answer tokens of {prompt.task}"
+            f"truncate_to {truncate_to}: no room for a prompt in addition to the {limit} answer tokens of {prompt.task}"
         )
     if decoding.chat_template:
         ids, front = encode_chat(tokenizer, prompt.prompt)
@@ -265,8 +265,8 @@ def encoded(decoding: Decoding, truncate_to: str, prompt: Prompt, tokenizer: Any
 
 
 def cut_to(ids: list[int], room: int, front: Sequence[int]) -> tuple[list[int], int]:
-    """`ids` cut on the left to `room` tokens, and the number of tokens removed. `front` is kept: without its BOS, a
-    prompt loses its strongest attention sink.
+    """Cuts `ids` on the left to `room` tokens; also returns the number of tokens removed. `front` is kept: without its
+    BOS, a prompt loses its strongest attention sink.
     """
     cut = max(0, len(ids) - room)
     return ([*front, *ids[len(front) + cut :]] if cut else ids), cut

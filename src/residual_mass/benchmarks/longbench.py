@@ -36,9 +36,9 @@ ANSWER_MARGIN = 32
 SUMMARY_SENTENCES = 3
 """Maximum number of sentences of a query's reference, which is at most half of its paragraph."""
 SEPARATORS = {"longbench_gov_report": "\n\n", "longbench_qmsum": "\n"}
-"""Of the parts of contexts, where these are not numbered passages."""
+"""Separators of the parts of a context, if these are not numbered passages."""
 FILLER_TOKENS = 32
-"""Few paragraphs are this short, so that length / FILLER_TOKENS of them are more than fit."""
+"""Few paragraphs are this short: length / FILLER_TOKENS of them are more than fit."""
 
 
 class Passage(NamedTuple):
@@ -61,7 +61,7 @@ class ContextPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """An example of no fixed size: its first `needed` parts, then as many of the others as fit."""
+    """An example before its size is chosen: its first `needed` parts, then as many of the others as fit."""
 
     key: str
     question: str

@@ -43,8 +43,8 @@ BUILDERS: dict[str, Callable[[str, Any, int, int, int, Path], list[Doc]]] = {
     "babilong": babilong.build_examples,
     "longbench": longbench.build_examples,
 }
-"""What builds examples from the assets, given the task, the tokenizer, the length in tokens, the number of examples and
-the seed.
+"""Functions that build examples from the assets, given the task, the tokenizer, the length in tokens, the number of
+examples and the seed.
 """
 
 
@@ -93,7 +93,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
 
 
 def examples_of(spec: PromptsSpec, task: str, tokenizer: Any, assets: Path) -> list[Doc]:
-    """Returns the first examples of a task, as many as the spec wants or there are.
+    """Returns the first `spec.examples` examples of a task, or all if a data set on the hub has fewer.
 
     Raises:
         DoesNotFitError: too few fit the length.
@@ -102,7 +102,7 @@ def examples_of(spec: PromptsSpec, task: str, tokenizer: Any, assets: Path) -> l
     if spec.benchmark == "ruler":
         data = ruler.harness_data(assets) if spec.data_source == "hub" else ruler.assets_data(assets)
         return ruler.build_examples(task, tokenizer, length, spec.examples, spec.seed, data)
-    if spec.data_source == "hub":  # as the data set has them, whatever the length
+    if spec.data_source == "hub":  # as the data set has them, not cut to the length
         rows = hub_rows(parts_of(spec.benchmark, length)[task])
         return rows.select(range(min(spec.examples, len(rows)))).to_list()
     return BUILDERS[spec.benchmark](task, tokenizer, length, spec.examples, spec.seed, assets)

@@ -44,7 +44,7 @@ MARGIN = 32
 
 
 class Sources(NamedTuple):
-    """The folder of the QA sets, and what returns the essays of the haystack."""
+    """The folder of the QA sets, and a function that returns the essays of the haystack."""
 
     questions: Path
     essays: Callable[[], str]
@@ -70,27 +70,27 @@ def build_examples(task: str, tokenizer: Any, length: int, count: int, seed: int
 
 
 def harness_data(assets: Path) -> Sources:
-    """The harness's downloads: its essays on the hub, and both QA sets, of which the assets hold exact copies.
+    """Returns the harness's downloads: its essays on the hub, and both QA sets, of which the assets hold exact copies.
 
     Raises:
-        ValueError: the QA sets of the assets are others.
+        ValueError: a QA set of the assets is not the file that the harness downloads.
     """
     _use_sentence_tables(assets)
     for name, sha256 in QUESTIONS.values():
-        copy_of = assets / "qa" / name
-        if not copy_of.is_file() or sha256_of(copy_of) != sha256:
-            raise ValueError(f"{copy_of}: not the file that the harness downloads (sha256); run the assets stage")
+        path = assets / "qa" / name
+        if not path.is_file() or sha256_of(path) != sha256:
+            raise ValueError(f"{path}: not the file that the harness downloads (sha256); run the assets stage")
     return Sources(assets / "qa", lambda: " ".join(hub_rows(ESSAYS)["text"]))
 
 
 def assets_data(assets: Path) -> Sources:
-    """Haystack, QA sets and sentence tables of the assets folder."""
+    """Returns haystack and QA sets of the assets folder, and makes nltk use its sentence tables."""
     _use_sentence_tables(assets)
     return Sources(assets / "qa", lambda: read_json(assets / "haystack" / "PaulGrahamEssays.json")["text"])
 
 
 def _use_sentence_tables(assets: Path) -> None:
-    """Uses the tables of the assets; otherwise the harness downloads them when it is imported."""
+    """Makes nltk use the tables of the assets; otherwise the harness downloads them when it is imported."""
     tables = str(sentence_tables(assets / "nltk_data"))
     os.environ["NLTK_DATA"] = tables  # read when the generators import nltk
     import nltk
@@ -100,7 +100,7 @@ def _use_sentence_tables(assets: Path) -> None:
 
 
 def _reading(data: Sources, scope: Scope) -> Scope:
-    """Returns functions by the names of a generator's module, where it has them, that read this data."""
+    """Returns functions that read this data, by the names in a generator's module that they replace."""
     harness_haystack = scope.get("get_haystack")
 
     def haystack(type_haystack: str) -> Any:
@@ -109,7 +109,7 @@ def _reading(data: Sources, scope: Scope) -> Scope:
         return harness_haystack(type_haystack)
 
     readers = {
-        reader: partial(scope[reader].__wrapped__, str(data.questions / name))  # not what it has cached
+        reader: partial(scope[reader].__wrapped__, str(data.questions / name))  # without its cache
         for reader, (name, _) in QUESTIONS.items()
         if reader in scope
     }

@@ -37,9 +37,9 @@ NUMBERS = {
     "gain": ("value", "gain"), "gain_ci_low": ("ci_low", "gain"), "gain_ci_high": ("ci_high", "gain"),
     "gain_p": ("p", "gain"), "mde": ("mde", "gain"), "full_gap": ("value", "full_gap"), "full_gap_p": ("p", "full_gap"),
 }  # fmt: skip
-"""Columns of the result by the statistic and what it is of, see `_compared`."""
+"""Columns of the result, each with its statistic and the quantity in `_compared` that it describes."""
 SHARES = {"k": "k_mean", "k_zero": "k_zero_share", "cut": "cut_share"}
-"""Columns of the result by the rows' columns that they are the means of."""
+"""Columns of the rows, each with the column of the result that is its mean."""
 GENERATED = ["task", "index", "arm", "k", "cut_tokens", "text", "phi_sha"]
 RERUN = "run the generate stage again"
 
@@ -54,12 +54,12 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
     }
     rows = collect(generations, examples, spec.arms)
 
-    @cache  # ROUGE is slow, and many arms say the same
+    @cache  # ROUGE is slow, and many arms generate the same text
     def scores(task: str, index: int, text: str) -> tuple[float, float]:
         return both_scores(spec.benchmark, task, examples[task][index].doc, text)
 
-    rows[SCORERS] = [scores(*each) for each in zip(rows["task"], rows["index"], rows["text"], strict=True)]
-    tables = [_table(spec, manifest, str(task), of_task) for task, of_task in rows.groupby("task", sort=False)]
+    rows[SCORERS] = [scores(*row) for row in zip(rows["task"], rows["index"], rows["text"], strict=True)]
+    tables = [_table(spec, manifest, str(task), part) for task, part in rows.groupby("task", sort=False)]
     tables.append(_table(spec, manifest, "all", rows))
     write_text(out, csv_text(RESULTS, pd.concat(tables).to_dict("records")))
     record.write(out)
@@ -76,7 +76,7 @@ def join(results: Sequence[Path], out: Path) -> None:
 def collect(
     generations: Sequence[Path], examples: Mapping[str, Sequence[Prompt]], arms: Sequence[ArmSpec] | None = None
 ) -> pd.DataFrame:
-    """Returns the rows of all files, ordered by task, arm and example; a file may hold some tasks or arms only.
+    """Returns the rows of all files, ordered by task, arm and example; a file may hold only some tasks or arms.
 
     Args:
         generations: the files.
@@ -118,19 +118,19 @@ def _name(task: str, arm: ArmSpec) -> str:
 
 
 def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """Returns the lines of all arms over the tasks of `rows`, as text; what is not known is empty."""
+    """Returns a row per arm over the tasks of `rows`, as text; unknown values are empty."""
     codes, arms = rows["arm"].factorize()
     rows = rows.assign(arm=codes, k_zero=rows["k"] == 0, cut=rows["cut_tokens"] > 0)
     tasks = {str(name): _compared(part, list(arms)) for name, part in rows.groupby("task", sort=False)}
     entries = [task_named(spec.benchmark, name) for name in tasks]
     metric, kinds = metric_of_mean(entry.metric for entry in entries), {e.data(spec.data_source) for e in entries}
 
-    found = means(tasks, spec.bootstrap_resamples, spec.seed).frame
-    found["mde"] = minimal_detectable_effect(found["stderr"])
-    differences = {name: of_task.drop(index=SCORERS, level="what") for name, of_task in tasks.items()}
+    statistics = means(tasks, spec.bootstrap_resamples, spec.seed).frame
+    statistics["mde"] = minimal_detectable_effect(statistics["stderr"])
+    differences = {name: part.drop(index=SCORERS, level="what") for name, part in tasks.items()}
     p_values = sign_flip_p(differences, spec.bootstrap_resamples, spec.seed)
-    found["p"] = pd.Series(p_values, found.drop(index=SCORERS, level="what").index)
-    by_arm = found.unstack("what")
+    statistics["p"] = pd.Series(p_values, statistics.drop(index=SCORERS, level="what").index)
+    by_arm = statistics.unstack("what")
     numbers = pd.DataFrame({name: by_arm.get(place, np.nan) for name, place in NUMBERS.items()}, by_arm.index)
     numbers = numbers.join(rows.groupby("arm")[[*SHARES]].mean().rename(columns=SHARES))
 
@@ -141,7 +141,7 @@ def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFr
         budget_percent=["" if arm.budget_percent is None else f"{arm.budget_percent:g}" for arm in arms],
         maps=[arm.maps or "" for arm in arms],
         phi_sha=rows.groupby("arm")["phi_sha"].first(),
-        flags=[" ".join(sorted(each)) for each in flags],
+        flags=[" ".join(sorted(words)) for words in flags],
         n=rows.groupby("arm").size(),
         benchmark=spec.benchmark, backbone=spec.backbone.name, length=spec.length, task=task, metric=metric.name,
         data="+".join(kind for kind in DATA_ORDER if kind in kinds), decoding=spec.decoding, study=spec.study,
@@ -149,20 +149,20 @@ def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFr
         weights=spec.backbone.weights,
     )  # fmt: skip
     if FULL in arms and all(entry.metric.right is not None for entry in entries):
-        right = [e.metric.is_right(of_task.loc["harness"]) for e, of_task in zip(entries, tasks.values(), strict=True)]
+        right = [e.metric.is_right(part.loc["harness"]) for e, part in zip(entries, tasks.values(), strict=True)]
         full = list(arms).index(FULL)
         turned = {  # answers that full has right and the arm wrong, and the other way round (arXiv 2407.09141)
-            "right_to_wrong": sum((~each & each.loc[full]).sum(axis=1) for each in right),
-            "wrong_to_right": sum((each & ~each.loc[full]).sum(axis=1) for each in right),
+            "right_to_wrong": sum((~x & x.loc[full]).sum(axis=1) for x in right),
+            "wrong_to_right": sum((x & ~x.loc[full]).sum(axis=1) for x in right),
         }
         table = table.join(pd.DataFrame(turned).drop(full).astype(str))
     return table.fillna("")
 
 
 def _compared(rows: pd.DataFrame, arms: list[ArmSpec]) -> pd.DataFrame:
-    """Returns scores and paired differences of one task, by what they are and the arm's number, with a column for each
-    example: `harness` and `original`, of all arms; `gain`, of methods with a residual estimate to topk at the same
-    budget; `full_gap`, of all other arms to full.
+    """Returns scores and paired differences of one task, with a row per quantity and number of the arm and a column per
+    example. Quantities: `harness` and `original`, the scores of all arms; `gain`, the difference of methods with a
+    residual estimate to topk at the same budget; `full_gap`, the difference of all other arms to full.
     """
     harness, original = (rows.pivot(index="arm", columns="index", values=scorer) for scorer in SCORERS)
     topk = {
@@ -181,7 +181,7 @@ def _compared(rows: pd.DataFrame, arms: list[ArmSpec]) -> pd.DataFrame:
 
 def _better_than_full(task: str, arms: Sequence[ArmSpec], numbers: pd.DataFrame, metric: Metric) -> set[int]:
     """Returns the numbers of the arms that are significantly better than full, Holm-adjusted over the partial arms of
-    the task; each is reported.
+    the task, and logs each.
     """
     gaps = numbers["full_gap"].dropna()
     adjusted = pd.Series(holm(numbers["full_gap_p"][gaps.index]), gaps.index)

@@ -32,13 +32,13 @@ def row_key(
     nominal: int | None,
     **own: Any,
 ) -> str:
-    """Hash of everything that determines a row.
+    """Returns a hash of everything that determines a row.
 
     Args:
         identity: of the backbone.
         shas: sha256 of the feature maps by label.
         nominal: L in the budget formula; None takes the prefix's own length.
-        own: what the stage adds.
+        own: further values of the stage.
     """
     common = {
         "backbone": identity,
@@ -56,7 +56,7 @@ class RowStore:
 
     Args:
         path: the file.
-        fields: what every row has, `key` among it.
+        fields: names of the values that every row has, including `key`.
 
     Raises:
         ValueError: another job uses the store, or a line is malformed (a torn last one is cut off instead).
@@ -83,8 +83,8 @@ class RowStore:
             self._opened.close()
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Adds rows durably: once this returns, they survive a killed process or machine. Where it raises, none of them
-        is added, so that a resumed run decodes together what an undisturbed one does.
+        """Adds rows durably: once this returns, they survive a killed process or machine. If it raises, no row is
+        added, so that a resumed run decodes the same rows together as an undisturbed one.
         """
         fresh = list(rows)
         with errors_naming(self.path):
