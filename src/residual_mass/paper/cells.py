@@ -1,7 +1,7 @@
 """Cells of tables: a DataFrame with one row per printed number, with its text, interval, tests and place in the table.
 
-All fields are text, as in the result files; what computes converts what it needs. The fields before `text` are the
-cell's key. LAYOUT says where a cell stands: rows that agree in it share a field of the printed table.
+All fields are strings, as in the result files; functions convert the fields that they compute with. The fields before
+`text` are the cell's key. LAYOUT places a cell: rows that agree in it share a field of the printed table.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from residual_mass.metrics import METRICS, Metric
 from residual_mass.provenance import sidecar_of
 
 ALL_TASKS = "all"
-"""Task of the mean over a benchmark's tasks."""
+"""Name in the column `task` of the mean over a benchmark's tasks."""
 LEFT_OUT = "--"
 """Printed for what the study does not evaluate or could not measure."""
 ALPHA = 0.05
-"""Chance of any false mark among comparisons that are corrected together."""
+"""Family-wise error rate of the marks, by Holm's correction."""
 COMMON = (
     "text bold mark value ci_low ci_high n counted gain gain_ci_low gain_ci_high gain_p gain_p_holm mde flags data "
     "decoding source study model_id revision weights phi_sha"
 ).split()
 """Columns of every table's CSV after those of its key; extra ones of a table follow."""
 LAYOUT = ("grid", "block", "row", "group", "column")
-"""Grid, block of rows, heads of the row (with ` | ` between), group of columns, column; titles, the last of a CSV."""
+"""Titles of grid, block of rows, row (heads joined by ` | `), group of columns, and column; they end a CSV."""
 SHAPE = ("own", "printed", *LAYOUT)
-"""With whether the row is an addition to the paper's table, and what the field prints where it is not `text` alone."""
+"""LAYOUT after whether the row is an addition to the paper's table, and after what a field prints if not `text`."""
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def load(paths: Iterable[Path]) -> dict[str, pd.DataFrame]:
     """Returns the rows of result files by the stage that wrote them, as their records say, each with its file as
     `source`.
     """
-    found: dict[str, list[pd.DataFrame]] = {}
+    stages: dict[str, list[pd.DataFrame]] = {}
     for path in paths:
         record = read_json(sidecar_of(path))
         if path.suffix == ".safetensors":
@@ -56,18 +56,18 @@ def load(paths: Iterable[Path]) -> dict[str, pd.DataFrame]:
             stage, rows = "score" if record["stage"] == "join" else record["stage"], read_frame(path)
         if record["stage"] == "train":
             rows = rows.assign(**_training(record))
-        found.setdefault(stage, []).append(rows.assign(source=path.name))
-    return {stage: pd.concat(frames, ignore_index=True).fillna("") for stage, frames in found.items()}
+        stages.setdefault(stage, []).append(rows.assign(source=path.name))
+    return {stage: pd.concat(frames, ignore_index=True).fillna("") for stage, frames in stages.items()}
 
 
 def read_frame(path: Path) -> pd.DataFrame:
-    """Returns a CSV as text; its record has been checked."""
+    """Returns a CSV as strings; callers have checked its record."""
     return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
 def maps_row(path: Path) -> pd.DataFrame:
-    """Returns what the header of a file of feature maps says: their backbone, shape and number; the weights stay on
-    disk.
+    """Returns the label, size, numbers of heads and settings of feature maps from the header of their file; no weights
+    are loaded.
     """
     import safetensors
 
@@ -83,7 +83,7 @@ def maps_row(path: Path) -> pd.DataFrame:
 
 
 def _training(record: dict[str, Any]) -> dict[str, str]:
-    """Returns what the record of a training says of it, as columns."""
+    """Returns the facts in the record of a training as columns."""
     spec = record["spec"]
     backbone, replay = spec["backbone"], spec["replay"]
     return {
@@ -97,7 +97,7 @@ def _training(record: dict[str, Any]) -> dict[str, str]:
 
 
 def numbers(texts: pd.Series) -> pd.Series:
-    """Text as floats; NaN where a field is empty."""
+    """Returns texts as floats; NaN where a text is empty."""
     return pd.to_numeric(texts.replace("", None), errors="raise")
 
 
@@ -105,17 +105,17 @@ def numbers(texts: pd.Series) -> pd.Series:
 
 
 def cross(*parts: pd.DataFrame) -> pd.DataFrame:
-    """Returns every combination of the rows of all parts, those of the last part fastest."""
-    return functools.reduce(lambda one, other: one.merge(other, how="cross"), parts)
+    """Returns every combination of the rows of all parts; the last part varies fastest."""
+    return functools.reduce(lambda left, right: left.merge(right, how="cross"), parts)
 
 
 def part(layout: str, titles: Iterable[str], **fixed: Iterable[str]) -> pd.DataFrame:
-    """One part of a table, such as its blocks: titles, and the fields that each fixes."""
+    """Returns one part of a table, such as its blocks: titles, and the fields that they fix."""
     return pd.DataFrame({layout: list(titles), **{name: list(values) for name, values in fixed.items()}}, dtype=str)
 
 
 def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bool = False) -> pd.DataFrame:
-    """Returns cells with the columns of the one row that agrees with them in every column that both have.
+    """Joins to each cell the one row of `rows` that agrees with it in every column that both have.
 
     Args:
         absent: cells that may lack a row; by default none.
@@ -128,7 +128,7 @@ def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bool 
     lacking = found[(found["_merge"] == "left_only") & ~pd.Series(absent, found.index)]
     if len(lacking):
         place = " ".join(text for text in lacking.iloc[0][keys] if text and text != ALL_TASKS)
-        raise ValueError(f"no result for {place}: run the stage that makes it again, with that cell")
+        raise ValueError(f"no result for {place}: run its stage again, so that it has that cell")
     return found.drop(columns="_merge").fillna("")
 
 
@@ -136,13 +136,13 @@ def looked_up(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bool 
 
 
 def format_score(value: float) -> str:
-    """Returns the three decimals that the paper prints; what rounds to zero has no minus."""
+    """Formats a score with three decimals, as in the paper; zero has no minus."""
     return f"{value:z.3f}"
 
 
 def format_value(value: float, metric: Metric) -> str:
-    """Returns a value with three decimals. What is positive without an upper bound, as a divergence is, may be large or
-    tiny: it has three significant digits within four decimals, or two within six.
+    """Formats a value with three decimals. A positive metric without an upper bound, such as a divergence, may be large
+    or tiny: it has three significant digits within four decimals, or two within six.
     """
     decimals = 3
     if metric.low == 0 and metric.high is None:
@@ -171,14 +171,14 @@ _FORMS: dict[str, Callable[[float], str]] = {
 }
 FORMS = {name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()}
 FORMS |= {name: form for names, form in _FORMS.items() for name in names.split()}
-"""How a quantity is printed, if not as a score."""
+"""Formats of the quantities that are not printed as scores."""
 
 
 def texts(cells: pd.DataFrame) -> pd.Series:
-    """Returns the values as their `quantity` is printed; LEFT_OUT where there is none."""
+    """Formats each value by its `quantity`; LEFT_OUT where there is no value."""
     pairs = zip(cells.get("quantity", [""] * len(cells)), cells["value"], strict=True)
-    found = [FORMS.get(quantity, format_score)(float(value)) if value else LEFT_OUT for quantity, value in pairs]
-    return pd.Series(found, cells.index, dtype=str)
+    printed = [FORMS.get(quantity, format_score)(float(value)) if value else LEFT_OUT for quantity, value in pairs]
+    return pd.Series(printed, cells.index, dtype=str)
 
 
 def with_values(cells: pd.DataFrame) -> pd.DataFrame:
@@ -190,7 +190,7 @@ def with_values(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def in_mathematics(cells: pd.DataFrame) -> pd.Series:
-    """Text whose hyphen is a minus, which is mathematics."""
+    """Returns texts, with negative numbers as mathematics so that their hyphen prints as a minus."""
     return cells["text"].where(~cells["text"].str.fullmatch(r"-[0-9.]+"), "$" + cells["text"] + "$")
 
 
@@ -205,7 +205,7 @@ def interval(cell: Mapping[str, str], low: str = "ci_low", high: str = "ci_high"
 
 
 def best(cells: pd.DataFrame, competing: pd.Series, by: Sequence[str], higher: pd.Series | bool) -> pd.Series:
-    """Whether a cell prints the best of the competing texts with the same fields `by`; equal digits tie."""
+    """Whether each cell prints the best text of the competing cells with the same fields `by`; equal digits tie."""
     competing = competing & (cells["text"] != LEFT_OUT)
     shown = pd.to_numeric(cells["text"].where(competing))
     good = pd.Series(np.where(higher, shown, -shown), cells.index)
@@ -213,7 +213,7 @@ def best(cells: pd.DataFrame, competing: pd.Series, by: Sequence[str], higher: p
 
 
 def with_gains(cells: pd.DataFrame) -> pd.DataFrame:
-    """Adds p-values, corrected by Holm over all tests of a grid, and marks what is still below ALPHA."""
+    """Adds p-values, corrected by Holm over all tests of a grid, and marks those below ALPHA."""
     p_values = numbers(cells["gain_p"]).dropna()
     exact = p_values.groupby(cells["grid"]).transform(lambda of: pd.Series(holm(list(of)), of.index))
     sign = np.sign(numbers(cells["gain"])).where(exact.reindex(cells.index) < ALPHA)

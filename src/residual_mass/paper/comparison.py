@@ -27,7 +27,7 @@ from residual_mass.study.specs import ComparisonSpec
 
 Cell = Mapping[str, str]
 PLACE = "table benchmark task corpus length method budget_percent maps implementation batch quantity".split()
-"""Fields that a study's cell shares with the published one; with the backbone they tell cells apart."""
+"""Fields that a study's cell shares with the published one; together with the backbone they are the key of a cell."""
 FACTS = "dtype device hardware processes steps low high".split()
 """Fields that not every table has."""
 COLUMNS = (
@@ -35,14 +35,14 @@ COLUMNS = (
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
 COMPARED = [
-    *(each.label for each in TABLES if each.label in published.labels() and each.label != "phi_param_count"),
+    *(table.label for table in TABLES if table.label in published.labels() and table.label != "phi_param_count"),
     *(label for label in published.labels() if label.startswith(RUNTIME)),
 ]
 """Labels of the compared tables."""
 AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
 """First words of verdicts."""
 PAPERS_VARIANTS = {variant for label in ("dphi_ablation", "loss_ablation") for variant in published.variants_of(label)}
-"""Feature maps of the paper's ablations; those that a study adds have its own settings alone."""
+"""Variants of feature maps in the paper's ablations; their settings are part of the paper's protocol."""
 MAPS = {5, 6, 7, 10, 11, 12, 16}
 """Open points of docs/deviations.md on training and using feature maps."""
 RULER, BABILONG, LATENCIES = {1, 2, 15, 17}, {1, 2, 3, 15}, {1, 10, 11}
@@ -75,7 +75,7 @@ GPU, GPUS = "H200", "8"
 
 
 def run(spec: ComparisonSpec, tables: list[Path], out: Path) -> None:
-    """Writes one line per published cell, beside the cells of a study's tables.
+    """Writes one line per published cell, with the study's cell and a verdict.
 
     Raises:
         ValueError: a file differs from its record; names it.
@@ -87,7 +87,7 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path) -> None:
 
 
 def settings_of(study: Mapping[str, Any]) -> dict[str, str]:
-    """Those of SETTINGS that a nested configuration has, as text; the same text for 1 and 1.0."""
+    """Returns the values of SETTINGS in a nested configuration as text, by key; 1 and 1.0 have the same text."""
     found = {}
     for key in SETTINGS:
         value: Any = study
@@ -141,10 +141,10 @@ def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> 
 
 
 def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
-    """Verdict and reason on a published value, at the printed precision.
+    """Returns verdict and reason on a published value, at the printed precision.
 
-    Only values of the paper's backbones, under its protocol and from as many of the benchmark's own examples, are
-    comparable, and only costs that were measured as in the paper.
+    A value is comparable if it is of the paper's backbone, under its protocol and from at least as many of the
+    benchmark's own examples. A cost must be measured as in the paper.
 
     Args:
         row: the value as `published`, its place, the study's cell there of the same model (fields are empty where there
@@ -217,11 +217,11 @@ def other_settings(cell: Cell, spec: ComparisonSpec) -> dict[str, str]:
     if cell["steps"]:
         ours["phi.steps"] = cell["steps"]
     given = {key: ours.get(key, "unknown") for key in paper if _matters(key, cell)}
-    return {key: f"{key} is {each}, {paper[key]} in the paper" for key, each in given.items() if each != paper[key]}
+    return {key: f"{key} is {text}, {paper[key]} in the paper" for key, text in given.items() if text != paper[key]}
 
 
 def _matters(key: str, cell: Cell) -> bool:
-    """Whether a value at this place depends on a setting."""
+    """Whether the value of a cell depends on a setting."""
     latency, section = bool(cell["implementation"]), key.partition(".")[0]
     if section == "benchmarks":
         own = key.startswith(f"benchmarks.{cell['benchmark']}.")

@@ -24,9 +24,9 @@ from residual_mass.study.specs import DocumentSpec, NumbersSpec, TableSpec
 FRAME = "frame.tex.j2"
 """The template that all templates of tables extend."""
 COUNTED = ("examples", "documents", "packs")
-"""What is counted behind a value that prose would quote."""
+"""Units of the sample sizes that the numbers for prose include."""
 SMALLEST_P = 0.001
-"""P-values below it are printed as such: more digits say nothing about so few resamples."""
+"""Smaller p-values are printed as below it, because the resamples are too few for more digits."""
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -36,12 +36,12 @@ def run(spec: TableSpec, results: list[Path], template: Path, out: Path, cells: 
     """The `table` stage: writes table `spec.label` as LaTeX to `out`, and a CSV with one line per cell to `cells`.
 
     Raises:
-        ValueError: the label is unknown, a cell of the study is missing, or a file is not what was recorded; names it.
+        ValueError: the label is unknown, a cell of the study is missing, or a file differs from its record; names it.
     """
     record = Record("table", spec, results, sources=[template, template.with_name(FRAME)])
-    made = find(spec.label).cells(load(results), spec)
-    write_text(out, latex(made, template))
-    write_text(cells, csv_text(list(made), made.to_dict("records")))
+    frame = find(spec.label).cells(load(results), spec)
+    write_text(out, latex(frame, template))
+    write_text(cells, csv_text(list(frame), frame.to_dict("records")))
     for path in (out, cells):
         record.write(path)
 
@@ -53,13 +53,13 @@ def run_published(label: str, template: Path, out: Path) -> None:
 
 
 def latex(cells: pd.DataFrame, template: Path) -> str:
-    """Returns a table as its template sets it. Raises ValueError as `render`."""
+    """Renders a table by its template. Raises ValueError as `render` does."""
     shown = context(cells)
     return render(template, **shown, warnings=warnings(shown["models"]))
 
 
 def context(cells: pd.DataFrame) -> dict[str, Any]:
-    """Returns what templates of tables are given: the cells to walk, and what captions say of all of them."""
+    """Returns the variables of a table's template: the cells in grids, and what captions say of all cells."""
     label, values = cells["table"].iloc[0], cells[cells["value"] != ""]
     of = {name: list(dict.fromkeys(filter(None, values[name]))) for name in values}
     models = dict(zip(values["model_id"], values["weights"], strict=True))
@@ -83,13 +83,13 @@ def context(cells: pd.DataFrame) -> dict[str, Any]:
 
 
 def warnings(models: dict[str, str]) -> list[str]:
-    """Returns what a reader must know of these models, by id with their weights, before the values."""
-    found = []
+    """Returns what a reader must know of models before the values. `models` maps ids to kinds of weights."""
+    sentences = []
     if random := ", ".join(model for model, weights in models.items() if weights == "random"):
-        found.append(f"Random weights ({random}): such values exercise the code and say nothing of a method.")
+        sentences.append(f"Random weights ({random}): such values exercise the code and say nothing of a method.")
     if others := ", ".join(model for model in models if model not in MODELS.values()):
-        found.append(f"The paper does not evaluate {others}; the values are not comparable with the paper's.")
-    return found
+        sentences.append(f"The paper does not evaluate {others}; the values are not comparable with the paper's.")
+    return sentences
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
     """The `numbers` stage: writes macros that look up the values of tables' cells, each by its key.
 
     Raises:
-        ValueError: a file is not what was recorded; names it.
+        ValueError: a file differs from its record; names it.
     """
     record = Record("numbers", spec, tables, sources=[template])
     keyed = [pair for path in tables for pair in keyed_cells(read_frame(path))]
@@ -110,9 +110,8 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
 
 
 def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
-    """Returns every cell with a value and its key: the fields before `text` without the empty ones, with slashes
-    between, which TeX can look up: names have letters, digits and . _ + - alone. All quantities of a measurement stand
-    together.
+    """Returns every cell with a value, and its key: the non-empty fields before `text`, joined by slashes. TeX can look
+    keys up, because names only have letters, digits and . _ + -. Quantities of a measurement are next to each other.
     """
     names = list(cells.columns[: cells.columns.get_loc("text")])
     measurement = cells.groupby([name for name in names if name != "quantity"], sort=False).ngroup()
@@ -123,7 +122,7 @@ def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, str]]]:
 
 
 def _facts(cell: dict[str, str]) -> Iterator[tuple[str, Latex]]:
-    """Yields what is known of a cell, by the macro that prints it."""
+    """Yields the facts about a cell: the name of a macro, and the text that it prints."""
     text, p = cell["text"], cell["gain_p_holm"]
     signed = re.fullmatch(r"[+-][0-9.]+", text)  # a hyphen is no minus
     yield "value", Latex(f"${text}$") if signed else escape(text)
@@ -150,19 +149,19 @@ def run_document(
     """Writes a document that shows the tables (.tex), then the figures (.pdf), each in the order given.
 
     Args:
-        numbers: macros of the tables' numbers (.tex), for whoever writes text into a copy; None where there are none.
+        numbers: macros of the tables' numbers (.tex), for text that is added to a copy; None if there are none.
 
     Raises:
-        ValueError: a file is not what was recorded; names it.
+        ValueError: a file differs from its record; names it.
     """
     record = Record("document", spec, [*tables, *figures, numbers], sources=[template])
 
     def place(path: Path) -> Latex:
-        """Returns the path as seen from the document, where LaTeX runs; its names are of the study's configuration."""
+        """Returns the path relative to the document, where LaTeX runs. Its checked names need no escapes."""
         return Latex(os.path.relpath(path, out.parent))
 
     def shown(path: Path, kind: str, caption: str = "") -> dict[str, str]:
-        """Returns a table or figure by its name, path and label; tables bring their captions along."""
+        """Returns name, path, label and caption of a table or figure; tables contain their captions."""
         return {"name": path.stem, "path": place(path), "label": Latex(f"{kind}:{path.stem}"), "caption": caption}
 
     parts = {

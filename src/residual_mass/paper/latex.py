@@ -1,5 +1,5 @@
-"""Tables as LaTeX by Jinja templates: every expression is escaped but for mathematics between dollars. And a document
-as a PDF, the same bytes every time, with what LaTeX there is.
+"""Renders tables as LaTeX by Jinja templates, in which every expression is escaped except mathematics between dollars.
+Compiles a document to a PDF, the same bytes every time, with the installed LaTeX.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ESCAPES = str.maketrans(
     | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 )
 MARKS = {"": "", "above": r"\rlap{$^\dagger$}", "below": r"\rlap{$^\ddagger$}"}
-"""Without a width of their own, so that digits stay aligned."""
+"""Marks without a width, so that digits stay aligned."""
 
 
 class Latex(str):
@@ -36,7 +36,7 @@ class Latex(str):
 
 
 def escape(value: object) -> Latex:
-    """`value` as LaTeX that prints it on one line, mathematics between dollars as it is."""
+    """Returns LaTeX that prints `value` on one line; mathematics between dollars stays as it is."""
     if isinstance(value, Latex):
         return value
     pieces = re.split(r"(\$[^$]*\$)", one_line(value))
@@ -44,12 +44,12 @@ def escape(value: object) -> Latex:
 
 
 def one_line(text: object) -> str:
-    """Control characters and runs of white space as single spaces."""
+    """Replaces control characters and runs of white space by single spaces."""
     return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", str(text)).split())
 
 
 def stacked(title: str, align: str) -> Latex:
-    """Returns a title of one or more lines, which `align` ("l" or "c") sets below each other."""
+    """Returns a title; several lines are stacked and aligned by `align` ("l" or "c")."""
     lines = [escape(line) for line in title.split("\n")]
     stack = r"\\".join(lines)
     return lines[0] if len(lines) == 1 else Latex(rf"\shortstack[{align}]{{{stack}}}")
@@ -67,7 +67,7 @@ def field_latex(field: Field) -> Latex:
 
 
 def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Returns the cells as templates walk them: grids of blocks of rows of fields, in the order of the cells."""
+    """Nests the cells for templates: grids of blocks of rows of fields, in the order of the cells."""
     found = []
     for title, of in itertools.groupby(cells.to_dict("records"), key=lambda cell: cell["grid"]):
         of = list(of)
@@ -80,7 +80,7 @@ def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _rows(cells: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
-    """Returns rows; one ends where another title follows, or a field comes back that is not the last."""
+    """Returns rows; a row ends where the title changes, or where a field repeats that is not the latest one."""
     rows: list[dict[str, Any]] = []
     title, fields = None, {}
     for cell in cells:
@@ -95,18 +95,18 @@ def _rows(cells: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
 def render(template: Path, **context: Any) -> str:
     """Fills `template`: `<< expression >>`, `<% statement %>`, `<# remark #>`.
 
-    Filters: `stacked` sets the lines of a title below each other; `comment` prints text for a LaTeX comment, on one
-    line and not escaped; `printed` sets a field.
+    Filters: `stacked` stacks the lines of a title; `comment` prints text for a LaTeX comment, on one line and not
+    escaped; `printed` prints a field.
 
     Raises:
-        ValueError: the template is missing, malformed, or asks for a name that it was not given.
+        ValueError: the template is missing or malformed, or uses a name that it was not given.
     """
     return fill(_latex(template, escape), template, lambda found: found.render(context))
 
 
 def block(template: Path, name: str, context: dict[str, Any]) -> str:
-    """Returns a block of a template, empty if it has none of that name, not escaped and on one line; errors as for
-    `render`.
+    """Returns a block of a template on one line and not escaped; empty if there is none of that name. Raises ValueError
+    as `render` does.
     """
 
     def write(found: jinja2.Template) -> str:
@@ -125,7 +125,7 @@ def _latex(template: Path, finalize: Callable[[object], str]) -> jinja2.Environm
 
 
 def environment(template: Path, **options: Any) -> jinja2.Environment:
-    """Returns what finds templates in the folder of `template` and refuses names that they are not given."""
+    """Returns an environment that loads templates from the folder of `template` and refuses unknown names."""
     return jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined,
         loader=jinja2.FileSystemLoader(template.parent), **options,
@@ -133,7 +133,7 @@ def environment(template: Path, **options: Any) -> jinja2.Environment:
 
 
 def fill(environment: jinja2.Environment, template: Path, write: Callable[[jinja2.Template], str]) -> str:
-    """Raises ValueError naming the template when it is missing, malformed or asks for an unknown name."""
+    """Writes a template. Raises ValueError naming it when it is missing, malformed or uses an unknown name."""
     try:
         return write(environment.get_template(template.name))
     except jinja2.TemplateError as error:
@@ -146,15 +146,15 @@ PROGRAMS = {
     "pdflatex": (2, "-no-shell-escape -interaction=nonstopmode -halt-on-error -output-directory"),
     "tectonic": (1, "--untrusted --outdir"),
 }
-"""In the order of preference: how often a program must run until all numbers of pages are known, and its arguments
-before the folder of what it writes.
+"""Programs in order of preference: the number of runs until all page numbers are known, and the arguments before the
+output folder.
 """
 ENVIRONMENT = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1", "max_print_line": "1000"}
-"""Makes the same bytes every time, and messages that are not cut into lines of 79."""
+"""Makes the PDF reproducible, and keeps TeX from breaking messages into lines of 79 characters."""
 
 
 def run_pdf(document: Path, out: Path) -> None:
-    """Compiles `document` in its folder, where nothing but `out` is left; when LaTeX fails, its messages are on stderr.
+    """Compiles `document` in its folder, without leaving auxiliary files; if LaTeX fails, its messages go to stderr.
 
     Raises:
         ValueError: no LaTeX is installed, or it fails; says how.

@@ -27,14 +27,14 @@ LETTERS = {
     r"\phi": "φ", r"\ell": "ℓ", r"\Delta": "Δ", r"\dagger": "†", r"\ddagger": "‡", r"\circ": "°", r"\log": "log ",
     r"\hat Z": "Ẑ", r"\mathrm": "", r"\mathcal": "", r"\times": "×", "{+}": "+", "{=}": "=", "-": " − ", "<": " &lt; ",
 }  # fmt: skip
-"""What of the mathematics in titles and captions HTML says otherwise."""
+"""HTML of the LaTeX in titles and captions."""
 MARKS = {"": "", "above": "†", "below": "‡"}
 SECTIONS = {
     "Distance from full attention": ("fidelity", "answers", "residuals"),
     "Scores": ("scores", "mismatch", "dphi", "loss"),
     "Attention outputs and costs": ("diagnostics", "maps", "training", "runtime"),
 }
-"""What the tables of a section are of."""
+"""Kinds of tables (`Table.of`) by section of the page."""
 
 
 def run(
@@ -69,8 +69,8 @@ def run(
 
 
 def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
-    """Returns what the page opens with: the study's last method and top-K at the middle budget, by distance and by
-    bytes, None where the study has no such comparison, and tested differences of scores.
+    """Returns the facts at the top of the page: distance and bytes of the recommended method and top-K at the middle
+    budget (None where the study has no such comparison), and the tested differences of their scores.
     """
     budget, names = middle_budget(spec), [spec.recommended, "topk"]
     rows = {label: of.to_dict("records") for label, of in cells.items()}
@@ -90,7 +90,7 @@ def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
 
 
 def html(text: str) -> Markup:
-    """Titles and captions: the little mathematics that they have as letters, subscripts and superscripts."""
+    """Converts a title or caption: its mathematics becomes letters, subscripts and superscripts."""
 
     def mathematics(found: str) -> Markup:
         if re.fullmatch(r"-?[0-9.]+", found):
@@ -127,7 +127,7 @@ def between(cell: Mapping[str, str]) -> str:
 
 
 def _table(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
-    of = context(cells) | {"warnings": []}  # they stand at the top of the page
+    of = context(cells) | {"warnings": []}  # the top of the page has them
     name = "runtime" if of["table"].startswith("runtime_") else of["table"]
     caption = block(template.with_name(f"{name}.tex.j2"), "caption", of), block(template.with_name(FRAME), "notes", of)
     return of | {"caption": html(" ".join(caption)), "label": of["table"]}

@@ -1,4 +1,4 @@
-"""What tables call corpora, benchmarks, methods and variants of the feature maps: text with mathematics in dollars."""
+"""Titles of corpora, benchmarks, methods and variants of the feature maps: text with mathematics between dollars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT_TITLES = {
 }  # fmt: skip
 METHOD_TITLES = {method.name: method.title for method in METHODS}
 OURS = "Ours"
-"""The feature maps of a study's own recipe."""
+"""Title of the feature maps of a study's own recipe."""
 OWN_ROW = r"$^{*}$"
 """Marks the title of a row that the paper's table lacks."""
 VARIANT_TITLES = {
@@ -32,7 +32,7 @@ def method_title(method: str) -> str:
 
 
 def title_parts(method: str) -> tuple[str, str]:
-    """Returns what a method's title calls its selector, and its residual; the second is empty where it adds nothing."""
+    """Returns the parts of a method's title for its selector and residual; the second is empty without a residual."""
     selector, _, residual = method_title(method).replace("{+}", "$+$").partition("+")
     return selector, residual
 
@@ -43,13 +43,13 @@ def text_title(name: str) -> str:
 
 
 def trained_at_title(maps: str) -> str:
-    """Names feature maps by the length that they were trained at."""
+    """Returns a title of feature maps by the length that they were trained at."""
     _, variant = length_and_variant(maps)
     return f"{PHI} ({maps})" if variant else f"{PHI} ({maps}-trained)"
 
 
 def variant_title(maps: str, ours: str = OURS) -> str:
-    """Names feature maps by how they were made: by the variant's title, or its label where it has none."""
+    """Returns a title of feature maps by their variant, or their label where the variant has none."""
     _, variant = length_and_variant(maps)
     if width := re.fullmatch(r"dphi_(\d+)", variant):
         return rf"$d_\phi{{=}}{width[1]}$"

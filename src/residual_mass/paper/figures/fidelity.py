@@ -33,25 +33,25 @@ from residual_mass.study.specs import FigureSpec
 
 TOKENS = ["text", "continuation", "state", "method", "budget_percent", "maps", "task", "index", "position", "full_nll"]
 PARTS = 4
-"""Groups of equal size by how likely full attention finds the token."""
+"""Number of equally large groups of tokens by their probability under full attention."""
 SEEN = ("nothing", "the token", "its bigram")
 PANELS = (
     ("(b) by how likely Full finds the token", "probability under Full (tokens)"),
     ("(c) by what the prompt has of the token", "seen in the prompt (tokens)"),
     ("(d) by place in the continuation", "place (tokens)"),
 )
-"""Title and label of the panels with means of groups."""
+"""Titles and labels of the panels with means of groups."""
 DODGE = 0.8
-"""Room of all methods' marks, where the distance between groups is 1."""
+"""Width that the marks of all methods take; groups are at distance 1."""
 LEFT_OUT = 0.05
-"""Share of the tokens, those with the smallest distances, that the distribution need not show."""
+"""Share of the tokens, those with the smallest distances, that the distribution leaves out."""
 
 
 @figure
 def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Distance of the next token from that of full attention, on continuations that every method is given: the
-    Kullback-Leibler divergence, averaged over tokens and documents, against the budget. Corpora go on as they do; the
-    prompts of benchmarks are continued by the right answer. Feature maps are those of the study, unless the legend
+    Kullback-Leibler divergence, averaged over tokens and documents, against the budget. Corpora are continued by their
+    own text, prompts of benchmarks by the right answer. Feature maps are those of the study, unless the legend
     names the length that they were trained at.
     """
     frames = [read_csv(path, FIDELITY, "fidelity") for path in data]
@@ -77,10 +77,10 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 
 @figure
 def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""The distance from full attention token by token at one budget: the share of tokens at least so far off (a), and
-    its mean over quarters of the tokens by their probability under full attention (b), over tokens of which the prompt
-    has nothing, the token, or the bigram that it ends (c), and over places in the continuation (d). Intervals are over
-    documents.
+    r"""Distance of single tokens from full attention at one budget: the share of tokens that are at least that far off
+    (a), and the mean distance by quarter of the tokens' probability under full attention (b), by whether the prompt has
+    nothing of the token, the token, or the bigram that it ends (c), and by place in the continuation (d). Intervals are
+    over documents.
     """
     rows = read_parquet(data[0], [*TOKENS, "kl", "seen"], "force").astype({"kl": float})
     kept = (rows["text"] == spec.texts[0]) & (rows["state"] == OWN) & ~rows["continuation"].isin((GREEDY, DRAFT))
@@ -98,7 +98,7 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
             x = places + DODGE * ((number + 0.5) / len(methods) - 0.5)
             axis.vlines(x, points["low"], points["high"], color=look["color"], linewidth=1)
             axis.plot(x, points["mean"], **look | {"linewidth": 0.6}, label=method_title(method))
-            labels = [f"{names[each]}\n({size:,.0f})" for each, size in points["tokens"].items()]
+            labels = [f"{names[part]}\n({size:,.0f})" for part, size in points["tokens"].items()]
             axis.set_xticks(places, labels, fontsize=6.5)
             axis.set_xlim(-0.5, len(points) - 0.5)
     far = rows.loc[rows["kl"] > 0, "kl"]
@@ -115,7 +115,7 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 
 
 def _groups(tokens: pd.DataFrame) -> list[tuple[pd.Series, Sequence[str]]]:
-    """By panel the number of each token's group, and the groups' names."""
+    """Returns for each panel the number of each token's group, and the groups' names."""
     part = equal_parts(tokens["full_nll"], PARTS)
     least = [f"\N{GREATER-THAN OR EQUAL TO} {math.exp(-nll):.3g}" for nll in tokens["full_nll"].groupby(part).max()]
     # Positions 1, 2, 3 to 4, 5 to 8 and so on, up to the last.
@@ -126,8 +126,8 @@ def _groups(tokens: pd.DataFrame) -> list[tuple[pd.Series, Sequence[str]]]:
 
 
 def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd.DataFrame:
-    """By group its number of `tokens` and their `mean`, with the interval `low` to `high` over resampled documents,
-    which is NaN where a resample may lack the group.
+    """Returns for each group its number of `tokens`, their `mean`, and the interval `low` to `high` over resampled
+    documents, which is NaN if a resample may lack the group.
     """
     document = tokens.groupby(["task", "index"]).ngroup()
     table = pd.crosstab(document, group, tokens["kl"], aggfunc=["sum", "count"]).fillna(0)

@@ -44,14 +44,14 @@ SHARE = r"$\rho_{\mathrm{res}} = \hat Z_{\mathcal{R}}\,/\,(Z_{\mathcal{E}} + \ha
 
 PANEL, TITLE = ["corpus", "length", "k"], "{}, {}, $K = {}$"
 EVEN_BINS, ASINH_BINS = 100, 40
-"""The most bins on the even scale, and about how many on the asinh scale."""
+"""Maximum number of bins on the even scale, and approximate number on the asinh scale."""
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
 def captured(path: Path, columns: list[str], budget_percent: float | None = None) -> pd.DataFrame:
-    """These columns of the captured rows of one budget, or of all. Raises ValueError as `read_parquet`."""
+    """Returns columns of the captured rows of one budget, or of all. Raises ValueError as `read_parquet` does."""
     if budget_percent is None:
         return read_parquet(path, columns, "capture")
     rows = read_parquet(path, dict.fromkeys([*columns, "budget_percent"]), "capture")
@@ -72,7 +72,7 @@ def equal_parts(values: pd.Series, parts: int) -> pd.Series:
 
 
 def bulk(values: pd.Series) -> tuple[float, float]:
-    """Returns the range of the values without those far out."""
+    """Returns the range of the values that are not `FAR_OUT`."""
     lower, upper = np.quantile(values, (0.25, 0.75))
     reach = FAR_OUT * (upper - lower)
     return float(max(values.min(), lower - reach)), float(min(values.max(), upper + reach))
@@ -230,8 +230,8 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 
 @figure
 def fullsub_nosub_delta(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""Effect of subtraction per query head: $\Delta$ is the error of Top-$K{+}\phi$ less that of the same without
-    subtracting the retrieved tokens' share. Below zero subtraction helps.
+    r"""Effect of subtraction per query head: $\Delta$ is the error of Top-$K{+}\phi$ less its error
+    without subtraction of the retrieved tokens' share. Below zero subtraction helps.
     """
     keys, errors = [*PANEL, *HEAD], ["e_sub", "e_nosub"]
     heads = pd.concat([head_means(path, keys, errors, spec.budget_percent) for path in data], ignore_index=True)
@@ -259,8 +259,8 @@ def fullsub_nosub_delta(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 
 
 def _draw_bins(axis: Axes, values: pd.Series, edges: np.ndarray, names: tuple[str, str]) -> None:
-    """Draws the shares of values by bin, coloured by their side of 0, an edge, and the mean. What lies beyond all bins
-    is hatched in the outermost ones.
+    """Draws the shares of values by bin, coloured by their side of 0, which is an edge, and the mean. Values beyond all
+    bins are hatched in the outermost bins.
     """
     shares, zero = np.histogram(values, edges)[0] / len(values), np.searchsorted(edges, 0)
     axis.stairs(shares[:zero], edges[: zero + 1], fill=True, color=BLUE, label=names[0])

@@ -30,7 +30,7 @@ from residual_mass.paper.titles import OURS, text_title, variant_title
 from residual_mass.study.specs import FigureSpec
 
 SHOWN = 20_000
-"""Most keys of one kind in a panel; more would be a blot."""
+"""Maximum number of keys of one kind in a panel; more would hide each other."""
 RANKS = 60
 """Approximate number of bins of ranks."""
 
@@ -42,7 +42,7 @@ def _keys(path: Path, maps: Sequence[str]) -> pd.DataFrame:
 
 
 def _cloud(axis: Axes, keys: pd.DataFrame, colour: str, marker: str, label: str) -> None:
-    """Draws keys as pixels: thousands of vectors make a large PDF."""
+    """Draws keys as pixels, because thousands of vector marks make a large PDF."""
     keys = keys.sample(min(len(keys), SHOWN), random_state=0)
     look = {"c": colour, "marker": marker, "linewidths": 0.3 if marker == "x" else 0}
     axis.scatter(keys["log_kernel"], keys["log_phi"], s=3, alpha=0.3, rasterized=True, **look)
@@ -50,8 +50,8 @@ def _cloud(axis: Axes, keys: pd.DataFrame, colour: str, marker: str, label: str)
 
 
 def _show_bulk(axis: Axes, keys: pd.DataFrame) -> str:
-    """Limits both axes to the kernels and to the bulk of each map's scores, no further off than the kernels' range.
-    Draws where scores equal kernels; returns how many scores are in view.
+    """Limits the axes to the kernels and to the bulk of each map's scores, at most the kernels' range beyond them.
+    Draws the line where scores equal kernels. Returns how many scores are in view.
     """
     low, high = bulk(keys["log_kernel"])[0] - 0.3, keys["log_kernel"].max() + 0.3
     lows, highs = zip(*(bulk(scores) for _, scores in keys.groupby("maps")["log_phi"]), strict=True)
@@ -65,8 +65,9 @@ def _show_bulk(axis: Axes, keys: pd.DataFrame) -> str:
 
 @figure
 def kernel_sanity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""One head seen closely: the feature maps' estimate of a key's kernel, the attention weight before normalisation,
-    against the exact one (a), both by rank of the latter (b), and errors of attention rows without and with it (c).
+    r"""One head in detail: the feature maps' estimate of a key's kernel (the attention weight before normalisation)
+    against the exact kernel (a), both by rank of the kernel (b), and errors of attention rows without and with the
+    estimate (c).
     """
     kernels, heads = data
     keys = _keys(kernels, spec.maps[:1])
@@ -143,7 +144,7 @@ def ablation_kernel_fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 @figure
 def mass_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Share $C_{\mathrm{mid}}(K)$ of the attention mass between the first and the last tokens that the $K$ largest
-    weights hold: of single heads with low and with high entropy, and the median and the middle half of all heads.
+    weights hold, for single heads with low and with high entropy, and as median and middle half of all heads.
     """
     mass_file, heads_file = data
     curves = head_means(mass_file, [*HEAD, "k"], ["c_mid"])
@@ -177,8 +178,8 @@ def mass_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 def _log(path: Path, length: str) -> pd.DataFrame:
     """Returns the means over all layers on the first held-out text, each K once.
 
-    Budgets of different lengths are compared by their `rank`, 0 at the largest K: counted from the top because short
-    sequences have several budgets in which nothing but the anchors fits, and their K is 0 alike.
+    Budgets of different lengths are compared by their `rank`, 0 at the largest K. Ranks are counted from the top,
+    because several budgets of a short sequence may only hold the anchors, so that K is 0 for all of them.
     """
     log = pd.read_csv(path, dtype={"layer": str})
     log = log[(log["layer"] == "all") & (log["corpus"] == log["corpus"].iloc[0])].drop_duplicates(["step", "k"])
@@ -187,8 +188,9 @@ def _log(path: Path, length: str) -> pd.DataFrame:
 
 @figure
 def training_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
-    r"""Errors on held-out text while the feature maps train, by trained length, beside those of Top-$K$: a panel for
-    each budget, with its $K$ at each length. And the divergence of the estimated from the true attention weights.
+    r"""Errors on held-out text during training of the feature maps, by training length, with those of Top-$K$: a panel
+    for each budget, with its $K$ at each length. The last panel has the divergence of the estimated attention weights
+    from the true ones.
     """
     logs = pd.concat(map(_log, data, spec.maps), ignore_index=True).sort_values("step", kind="stable")
     looks, ranks = looks_of(spec.maps, first=()), sorted(set(logs["rank"]), reverse=True)

@@ -1,4 +1,4 @@
-"""Figures of many methods: attention errors, what selectors find, and what both reach with how many bytes."""
+"""Figures of many methods: attention errors, recall of selectors, and distances by the bytes of a step."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from residual_mass.paper.titles import method_title, text_title, title_parts
 from residual_mass.study.specs import FigureSpec
 
 COLOURS = (*PALETTE[:-1], "#8C564B", "#7F7F00")
-"""Of selectors; the last of the palette, black, is that of the front."""
+"""Colours of selectors; black, the last colour of the palette, is that of the front."""
 MARKS = "os^vDPX<>*hpd8"
-"""Of residuals."""
+"""Marks of residuals."""
 NEEDED = ("method", "corpus", "length", "budget_percent", "error", "recall", "packs")
 
 
 def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Returns rows of residual errors in the order of the files and of the texts, with numbers as numbers, and what
-    `against_budget` wants besides a `value`.
+    """Returns rows of residual errors in the order of the files and of the texts, with numbers as numbers, and the
+    columns of `against_budget` except `value`.
     """
     files = [read_csv(path, NEEDED, "residual-errors") for path in data]
     rows = pd.concat([file[file["corpus"] == text] for file in files for text in spec.texts], ignore_index=True)
@@ -53,7 +53,7 @@ def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
 @figure
 def error_by_k(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Relative $\ell_1$ error of the attention output against full attention, averaged over heads, queries and packs
-    (sequences of tokens), by method, budget, length and text. All methods read the same tokens, the samples 32 more.
+    (sequences of tokens), by method, budget, length and text. All methods read the same tokens; samples read 32 more.
     """
     rows = compared_rows(spec, data)
     rows = rows[[method_named(name).selector == TopK() for name in rows["method"]]]
@@ -67,10 +67,10 @@ def error_by_k(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Share of the attention mass of the $K$ tokens with the largest scores that a selector does not choose, averaged
     over heads and queries, against the budget; a panel for each length and text. Top-$K$ by exact scores misses
-    nothing, and budgets for anchors alone have no $K$.
+    nothing, and budgets that only hold the anchors have no $K$.
     """
     rows = compared_rows(spec, data)
-    first: dict[object, str] = {}  # of the methods with the same selector
+    first: dict[object, str] = {}  # name of the first method with each selector
     for name in rows["method"].unique():
         first.setdefault(method_named(name).selector, name)
     first.pop(TopK(), None)
@@ -83,8 +83,8 @@ def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 
 
 def _looks(part: str, looks: Sequence[str]) -> dict[type, str]:
-    """Returns a look for the class of each "selector" or "residual": in the order of METHODS, so that all figures have
-    the same. Raises ValueError when there are fewer looks.
+    """Returns a look for each class of the part "selector" or "residual", in the order of METHODS, so that all figures
+    have the same looks. Raises ValueError when there are too few looks.
     """
     kinds = dict.fromkeys(type(getattr(method, part)) for method in METHODS if not method.whole_prefix)
     if len(kinds) > len(looks):
@@ -99,7 +99,7 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     fewer methods, the relative $\ell_1$ error of the attention output (middle), and, where drafts were measured, the
     bytes for a token where the method drafts and full attention verifies (right), by length and text. Colours are
     selectors, marks are what is added for the unread tokens, thin lines join the budgets of a method. The black line is
-    the least distance that any method has with at most so many bytes; the exact mass, an oracle, is left out of it.
+    the least distance that any method has with at most that many bytes; the exact mass, an oracle, is left out of it.
     """
     errors = compared(load(data))
     errors = errors.assign(share=100 * numbers(errors["step_share"]), budget=numbers(errors["budget_percent"]))

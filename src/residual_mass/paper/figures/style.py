@@ -37,7 +37,7 @@ LOOKS = cycler(linestyle=["-", "--", ":", "-."]) * (cycler(color=PALETTE) + cycl
 FIRST_METHODS = ("topk_phi", "topk", "topk_phi_nosub")
 """Methods with the first looks: all figures give them the same colours."""
 TICKS = {3: (1,), 1.5: (1, 3), 1: (1, 2, 5), 0.3: (1, 1.5, 2, 3, 5, 7)}
-"""Leading digits of ticks on a logarithmic axis of more than so many decades; a shorter one is nearly linear."""
+"""Leading digits of ticks on a logarithmic axis of more than this many decades; shorter axes have even ticks."""
 SETTINGS = {
     "font.family": "STIXGeneral",
     "mathtext.fontset": "stix",
@@ -63,7 +63,7 @@ SETTINGS = {
     "savefig.dpi": DPI,
 }
 PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
-"""Of axes whose values are shares."""
+"""Tick format of axes whose values are shares."""
 
 
 # ---- registry and style ----------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ FIGURES: dict[str, Draw] = {}
 
 def figure(draw: Draw) -> Draw:
     """Registers a function that draws a figure from its files, under its name. Its docstring is the caption, with
-    mathematics between dollars. Raises ValueError for a name that has one.
+    mathematics between dollars. Raises ValueError if the name is registered already.
     """
     if draw.__name__ in FIGURES:
         modules = f"{FIGURES[draw.__name__].__module__} and {draw.__module__}"
@@ -83,7 +83,7 @@ def figure(draw: Draw) -> Draw:
 
 
 def caption_of(label: str, titles: Mapping[str, str]) -> str:
-    """Returns what a figure shows and, where `titles` says so, of what; raises ValueError for an unknown figure."""
+    """Returns the caption of a figure, ending with its title in `titles`; raises ValueError for an unknown figure."""
     caption = " ".join((FIGURES[kind_of(label)].__doc__ or "").split())
     return f"{caption} {titles[label]}." if titles.get(label) else caption
 
@@ -115,8 +115,8 @@ def looks_of(names: Iterable[str], first: Iterable[str] = FIRST_METHODS) -> dict
 
 
 def panels(height: float, count: int, columns: int, x: str = "", y: str = "", **grid: Any) -> tuple[Figure, list[Axes]]:
-    """Returns a figure with `count` panels of this height, row by row, which share both axes unless `grid`, arguments
-    of `Figure.subplots`, says otherwise. The first of a row and those with none below are labelled.
+    """Returns a figure with `count` panels of this height, row by row. They share both axes unless `grid`, arguments of
+    `Figure.subplots`, says otherwise. The first panel of a row and the lowest of a column are labelled.
     """
     columns = min(count, columns)
     rows = math.ceil(count / columns)
@@ -178,8 +178,8 @@ def plain(text: str) -> str:
 
 
 def finish(figure: Figure, spec: FigureSpec, more: str = "", **legend: Any) -> Figure:
-    """Adds the spec's title and what follows it, and below all panels a legend of what is labelled in any of them, in
-    as few rows as fit.
+    """Adds the spec's title, followed by `more`, and below the panels a legend of all their labels, in as few rows as
+    fit.
     """
     figure.suptitle(plain(spec.title) + more)
     drawn = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]

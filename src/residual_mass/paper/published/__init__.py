@@ -13,7 +13,7 @@ from residual_mass.study.specs import TableSpec
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""
 MAIN_MAPS = "64k"
-"""Label of the feature maps of score tables that name none."""
+"""Label of the feature maps in score tables that do not name any."""
 EXAMPLES = {"ruler": 13 * 500, "babilong": 4996, "longbench": 200}
 """Examples per score: of RULER's 13 tasks and of BABILong's QA1 to QA5 together, of each LongBench task separately."""
 DRAWN_ANEW = ("ruler",)
@@ -21,7 +21,7 @@ DRAWN_ANEW = ("ruler",)
 fixed set of examples.
 """
 STAGES = {"exact_accounting": "findings", "phi_param_count": "maps", "training_cost_64k": "train"}
-"""What makes a study's values of a table, where not the scores or the latencies."""
+"""Stages that make a study's values of tables other than scores and latencies."""
 
 
 def labels() -> list[str]:
@@ -38,7 +38,7 @@ def rows(label: str) -> pd.DataFrame:
 
 
 def variants_of(label: str) -> set[str]:
-    """Returns variants of feature maps in the score table `label`, "" for maps of its own recipe."""
+    """Returns variants of feature maps in the score table `label`, "" for maps of the paper's own recipe."""
     return {length_and_variant(maps)[1] for maps in rows(label)["maps"] if maps}
 
 

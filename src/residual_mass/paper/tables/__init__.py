@@ -1,4 +1,4 @@
-"""The tables: one decorated function each, from result rows and what the study shows to cells."""
+"""The tables: one decorated function each, which turns result rows into cells."""
 
 from residual_mass.paper.tables import scores, residuals, costs  # noqa: F401, I001 - the order of the document
 from residual_mass.paper.tables.layout import RUNTIME, TABLES, Table, find, middle_budget

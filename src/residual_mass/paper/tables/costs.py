@@ -18,7 +18,7 @@ ACCOUNTING = {
     "e_topk": METHOD_TITLES["topk"], "e_nosub": METHOD_TITLES["topk_phi_nosub"], "e_sub": METHOD_TITLES["topk_phi"],
     "e_exact_nosub": "ExactNoSub", "log_z_error": "Log-$Z$ error",
 }  # fmt: skip
-"""What a row prints, by the column of the file; the first three compete."""
+"""Titles of the printed columns, by column of the file; the first three compete for bold type."""
 PARAMETERS = {
     "params_per_head": "Per head", "q_heads": "Query heads", "kv_heads": "KV heads",
     "phi_q_total": r"$\phi_{\mathrm{q}}$ total", "phi_k_total": r"$\phi_{\mathrm{k}}$ total", "total": "Total",
@@ -39,7 +39,7 @@ TRAINING = {
     extra="clamped_share",
 )
 def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """What completion and the double counting of retrieved tokens do to attention outputs, corpus by corpus."""
+    """Errors of attention outputs with and without completion and subtraction, by corpus and length."""
     found = rows["findings"]
     titles = [show.backbone_titles[name] * (len(show.backbones) > 1) for name in show.backbones]
     lines = cross(part("length", show.lengths), part("corpus", dict.fromkeys(found["corpus"])))
@@ -58,7 +58,7 @@ def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 @table("phi_param_count", of="maps", heads=(r"Backbone / $d_\phi$",), keys="backbone maps kind d_emb d_phi quantity")
 def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """How large the feature maps of a backbone are, per head and in all."""
+    """Numbers of parameters of a backbone's feature maps, per head and in total."""
     maps = rows["maps"].rename(columns={"query_heads": "q_heads"})
     maps = maps.sort_values("d_phi", key=numbers, kind="stable")
     maps = maps.sort_values("backbone", key=lambda names: names.map(show.backbones.index), kind="stable")
@@ -80,7 +80,7 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
     extra="steps hardware processes",
 )
 def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """What training takes, a row per backbone, with the paper's below it where it trained maps of that model."""
+    """Costs of training, a row per backbone, followed by the paper's row for the same model."""
     theirs = published.rows("training_cost_64k").assign(row="in the paper", sequences="", teacher_passes="")
     theirs[["processes", "hardware"]] = theirs["hardware"].str.split("x", n=1, expand=True).to_numpy()
     if show.study == PUBLISHED:
@@ -94,24 +94,24 @@ def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
             lines += [logs[logs["backbone"] == backbone], paper]
     cells = cross(pd.concat(lines, ignore_index=True).fillna(""), part("column", shown.values(), quantity=shown))
     cells = with_values(cells).assign(maps=cells["length"])
-    of_paper = cells["study"] == PUBLISHED
-    cells["text"] = cells["text"].mask(of_paper & (cells["quantity"] == "wall_clock_h"), cells["value"] + " h")
+    from_paper = cells["study"] == PUBLISHED
+    cells["text"] = cells["text"].mask(from_paper & (cells["quantity"] == "wall_clock_h"), cells["value"] + " h")
     efforts = pd.Series([_effort(cell) for cell in cells.to_dict("records")])
     cells["printed"] = cells["text"].mask(cells["quantity"] == "steps", efforts)
-    return cells.assign(value=cells["value"].mask(of_paper & (show.study != PUBLISHED), ""))
+    return cells.assign(value=cells["value"].mask(from_paper & (show.study != PUBLISHED), ""))
 
 
 def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
-    """Returns the last row of every backbone's log, with sequences, the teacher's passes over sequences, and hours."""
+    """Returns the last row of every backbone's log, with numbers of sequences and of teacher passes, and hours."""
     logs = logs.drop_duplicates("backbone", keep="last").set_index("backbone").loc[list(show.backbones)].reset_index()
-    steps, each, reuse = (logs[name].astype(int) for name in ("steps", "sequences_per_step", "reuse"))
+    steps, per_step, reuse = (logs[name].astype(int) for name in ("steps", "sequences_per_step", "reuse"))
     hours = (numbers(logs["seconds"]) / 3600).map("{:.6f}".format)
-    logs = logs.assign(sequences=steps * each, teacher_passes=-(-steps // reuse) * each, wall_clock_h=hours)
+    logs = logs.assign(sequences=steps * per_step, teacher_passes=-(-steps // reuse) * per_step, wall_clock_h=hours)
     return logs.assign(row=logs["backbone"].map(show.backbone_titles), n="1", counted="trainings")
 
 
 def _effort(cell: Mapping[str, str]) -> str:
-    """`200k steps on 8xH200`, with a proper cross. As in the paper, makers are left out; the CSV has a CPU's."""
+    """Returns `200k steps on 8xH200`. As in the paper, the vendor is left out, and a CPU's name, which the CSV has."""
     shown = re.sub(r".*, (?=\d+ threads?$)", "CPU, ", cell["hardware"])
     counted = (shown and not shown.startswith("CPU")) or int(cell["processes"] or 1) > 1
     times = rf"{cell['processes'] or 1}$\times$" if counted else ""
@@ -123,7 +123,7 @@ def _effort(cell: Mapping[str, str]) -> str:
 
 IMPLEMENTATIONS = {"prototype": "Prototype", "fused": "Fused", "kernels": "CPU kernels"}
 TIMES, TRAFFIC = ("per_step_ms", "end_to_end_ms"), ("step_bytes", "floor_ms", "over_floor")
-"""What is printed of a measurement: `step / end to end`, then `traffic / floor / step over floor`."""
+"""Quantities that share a field: `step / end to end`, then `traffic / floor / step over floor`."""
 
 
 @table(
@@ -140,7 +140,7 @@ def runtime(rows: Rows, show: TableSpec) -> pd.DataFrame:
     found = rows["runtime"][rows["runtime"]["context"].isin(show.lengths)]
     order = [found["implementation"].map(list(IMPLEMENTATIONS).index), pd.to_numeric(found["batch"])]
     measured = [of for _, of in found.groupby(order)]
-    in_columns = found.loc[found["implementation"] != "kernels", "method"]  # those of kernels alone are in the file
+    in_columns = found.loc[found["implementation"] != "kernels", "method"]  # the file has those with kernels only
     methods = list(dict.fromkeys([*METHODS, *in_columns]))
     titles = [method_title(name) + OWN_ROW * (name not in METHODS) for name in methods]
     columns = part("column", titles, method=methods)
@@ -151,7 +151,7 @@ def runtime(rows: Rows, show: TableSpec) -> pd.DataFrame:
         results, spec = published.results(f"{RUNTIME}{name}")
         block = _latencies(results["runtime"], columns, spec, TIMES)
         parts.append(block.assign(value="", block="The paper, batch 1", backbone=show.backbones[0]))
-    # The floor in the file is rounded, and nothing for a tiny model.
+    # The file rounds the floor, which is 0 for a tiny model.
     parts += [_latencies(of.assign(over_floor=_over_floor(of)), columns, show, TRAFFIC) for of in measured]
     return pd.concat(parts, ignore_index=True).fillna("")
 
@@ -163,7 +163,7 @@ def _over_floor(found: pd.DataFrame) -> pd.Series:
 
 
 def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quantities: Iterable[str]) -> pd.DataFrame:
-    """One block: contexts by methods, with the quantities of a measurement in one field."""
+    """Returns one block: contexts by methods, with the quantities of a measurement in one field."""
     first, traffic = found.iloc[0], quantities == TRAFFIC
     block = f"{IMPLEMENTATIONS[first['implementation']]}, batch {first['batch']}"
     places = cross(lengths(show, "row"), columns, part("quantity", quantities))

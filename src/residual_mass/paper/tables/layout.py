@@ -1,4 +1,4 @@
-"""How tables are registered, and the parts of their places: backbones, budgets, lengths, methods and maps."""
+"""The registry of tables, and common parts of their layout: backbones, budgets, lengths, methods and maps."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Table:
     """A registered table.
 
     Attributes:
-        of: what of a study it shows, which gives its files, backbones, lengths and budgets (`study.tables`).
+        of: part of a study that it shows, from which `study.tables` takes files, backbones, lengths and budgets.
         heads: titles of the columns before the values, that of the blocks first where they have a column.
-        keys: columns that tell cells apart, which begin the CSV.
+        keys: columns that identify a cell; they begin the CSV.
         extra: further columns of the CSV.
-        benchmarks: whose scores it shows.
+        benchmarks: benchmarks whose scores it shows.
     """
 
     label: str
@@ -41,7 +41,7 @@ class Table:
     benchmarks: tuple[str, ...] = ()
 
     def cells(self, rows: Rows, show: TableSpec) -> pd.DataFrame:
-        """Returns the table of a study as text with the columns of its CSV; what is not known is empty.
+        """Returns the cells of a study's table as strings, with the columns of its CSV; unknown fields are empty.
 
         Raises:
             ValueError: a cell that the study evaluates has no result.
@@ -54,11 +54,11 @@ class Table:
 
 TABLES: list[Table] = []
 RUNTIME = "runtime_"
-"""What labels of the tables of latencies begin with; the backbone follows."""
+"""Prefix of the labels of latency tables; the backbone follows."""
 
 
 def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], Callable[..., pd.DataFrame]]:
-    """Registers a table under a label; the facts are those of `Table`."""
+    """Registers a table under a label; `facts` are fields of `Table`."""
 
     def register(make: Callable[..., pd.DataFrame]) -> Callable[..., pd.DataFrame]:
         TABLES.append(Table(label, make, **facts))
@@ -70,11 +70,11 @@ def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], C
 def find(label: str) -> Table:
     """Returns the table of a label. Raises ValueError when there is none, or there are two."""
     name = RUNTIME if re.fullmatch(rf"{RUNTIME}[a-z0-9][a-z0-9._-]*", label) else label
-    found = [each for each in TABLES if each.label == name]
+    found = [entry for entry in TABLES if entry.label == name]
     if not found:
         raise ValueError(f"table {label!r} is unknown; known are {', '.join(each.label for each in TABLES)}<backbone>")
     if len(found) > 1:
-        modules = " and ".join(each.make.__module__ for each in found)
+        modules = " and ".join(entry.make.__module__ for entry in found)
         raise ValueError(f"table {label!r} is registered in {modules}; give one of them another label")
     return found[0]
 
@@ -113,7 +113,7 @@ def method_rows(show: TableSpec) -> pd.DataFrame:
 
 
 def map_rows(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
-    """Returns the two baselines, a row per feature maps (those of the paper's table first), then our methods."""
+    """Returns full attention and top-K, a row per feature maps (the paper's first), then the study's own methods."""
     theirs = published.variants_of(show.label) if show.label in published.labels() else None
     own = {maps: theirs is not None and length_and_variant(maps)[1] not in theirs for maps in show.maps}
     names = sorted(show.maps, key=own.__getitem__)

@@ -39,7 +39,7 @@ COUNTED = {
     **dict.fromkeys((KL.name, SAME_TOP.name, VERIFIED.name), "documents"),
     **dict.fromkeys(("relative_error", "log_z_error"), "packs"),
 }
-"""What is counted behind a value, by its quantity: a column of `compared`."""
+"""Units of sample sizes by quantity: columns of `compared`."""
 
 
 @table(
@@ -50,7 +50,7 @@ COUNTED = {
     extra="k over_topk heads_below_topk",
 )
 def residual_estimators(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """Errors of attention outputs and of the residual's mass, the next token's distance, and costs: a grid each."""
+    """Errors of attention outputs and of the residual's mass, KL of the next token, and costs: a grid each."""
     errors = compared(rows)
     methods = list(dict.fromkeys(errors["method"]))
     lines = part("row", map(method_title, methods), method=methods)
@@ -106,9 +106,9 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def compared(rows: Rows) -> pd.DataFrame:
-    """Returns errors of methods on texts, with the KL divergence and the share of equal top tokens of the same methods
-    and maps where they were measured (`documents` is empty otherwise), what verified drafts read where drafts were, and
-    the seconds that their maps were trained for.
+    """Returns errors of methods on texts. Adds, where measured, the KL divergence and the share of equal top tokens of
+    the same methods and maps (else `documents` is empty), the bytes per verified token, and the seconds that their maps
+    were trained for.
     """
     errors = rows["residual_errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
     keys = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
@@ -135,7 +135,7 @@ def compared(rows: Rows) -> pd.DataFrame:
 
 
 def _printed(cells: pd.DataFrame) -> pd.DataFrame:
-    """Adds values and texts, and of each value its file, what is counted behind it and how many."""
+    """Adds values and texts, and the file and sample size of each value."""
     cells = with_values(cells)
     counted = cells["quantity"].map(COUNTED).fillna("")
     seconds = (cells["quantity"] == "training_seconds") & (cells["value"] != "")
@@ -146,8 +146,8 @@ def _printed(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _front(lines: pd.DataFrame) -> pd.DataFrame:
-    """Returns what no other method beats in both, by its bytes, then exact top-K at the same budgets where it is not on
-    it.
+    """Returns the Pareto front of bytes and KL, sorted by bytes, then exact top-K at the same budgets if it is not on
+    the front.
     """
     competing = lines[~lines["method"].isin(ORACLES)]
     points = list(zip(numbers(competing["step_share"]), numbers(competing[KL.name]), strict=True))
@@ -158,4 +158,4 @@ def _front(lines: pd.DataFrame) -> pd.DataFrame:
 
 def on_front(points: list[tuple[float, float]]) -> list[bool]:
     """Whether no other point is at most as large in both coordinates and smaller in one of them."""
-    return [not any(one != point and one[0] <= point[0] and one[1] <= point[1] for one in points) for point in points]
+    return [not any(p != point and p[0] <= point[0] and p[1] <= point[1] for p in points) for point in points]

@@ -29,7 +29,7 @@ from residual_mass.study.labels import PUBLISHED
 from residual_mass.study.specs import TableSpec
 
 KINDS: tuple[str, ...] = typing.get_args(Data)
-"""Where examples come from, in the order in which titles name it."""
+"""Origins of examples, in the order in which titles name them."""
 SCORE_KEYS = "backbone benchmark task length method budget_percent maps"
 FIDELITY_KEYS = "backbone benchmark task corpus length method budget_percent maps quantity"
 
@@ -38,7 +38,7 @@ scores_of = functools.partial(table, of="scores", keys=SCORE_KEYS)
 
 @scores_of("natural_main", heads=("Task", "Method"), benchmarks=("longbench",))
 def natural_main(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """LongBench's tasks by budgets."""
+    """LongBench's tasks and methods by budgets."""
     tasks = BENCHMARKS["longbench"]
     blocks = part("block", (task.title for task in tasks), task=(task.name for task in tasks))
     return scores(rows, show, blocks.assign(benchmark="longbench", length=show.lengths[0]), budgets(show))
@@ -46,7 +46,7 @@ def natural_main(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 @scores_of("stress_1pct", heads=("Benchmark", "Method"), benchmarks=("ruler", "babilong"))
 def stress_1pct(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """Benchmarks by lengths, at the middle one of the budgets: 1 % of the paper's four."""
+    """Benchmarks by lengths, at the middle budget, which is 1 % in the paper."""
     names = ("ruler", "babilong")
     blocks = part("block", map(text_title, names), benchmark=names)
     return scores(rows, show, blocks.assign(budget_percent=middle_budget(show)), lengths(show))
@@ -66,8 +66,8 @@ def babilong_sweep(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 @table("cross_length_mismatch", of="mismatch", heads=("Method",), keys=SCORE_KEYS)
 def cross_length_mismatch(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """Lengths that maps were trained at by lengths that they are used at. The paper sets nothing in bold here: the rows
-    do not compete.
+    """Training lengths of maps by lengths of evaluation. As in the paper, nothing is bold, because the rows do not
+    compete.
     """
     block = part("block", [""], benchmark=["ruler"]).assign(budget_percent=middle_budget(show))
     return scores(rows, show, block, lengths(show), map_rows(show, trained_at_title)).assign(bold=False)
@@ -75,7 +75,7 @@ def cross_length_mismatch(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 @table("dphi_ablation", of="dphi", heads=("Feature maps",), keys=SCORE_KEYS)
 def dphi_ablation(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """Widths of the maps by benchmarks. The paper names its own maps by their width, too."""
+    """Widths of the maps by benchmarks. The paper's title of its own maps includes their width."""
     ours = rf"{OURS} ($d_\phi{{=}}64$)" if show.study == PUBLISHED else OURS
     return ablation(rows, show, functools.partial(variant_title, ours=ours))
 
@@ -96,7 +96,7 @@ def ablation(rows: Rows, show: TableSpec, title: Callable[[str], str]) -> pd.Dat
 def scores(
     rows: Rows, show: TableSpec, blocks: pd.DataFrame, columns: pd.DataFrame, lines: pd.DataFrame | None = None
 ) -> pd.DataFrame:
-    """Returns blocks of rows, by default the methods, by a group of columns per backbone."""
+    """Returns scores: blocks of `lines`, by default the methods, by a group of columns per backbone."""
     cells = cross(blocks, method_rows(show) if lines is None else lines, backbones(show), columns)
     cells = without_budget(cells.assign(task=cells.get("task", ALL_TASKS), grid=""))
     absent = pd.Series([not _evaluated(cell, show) for cell in cells.to_dict("records")])
@@ -113,14 +113,14 @@ def scores(
 
 
 def without_budget(cells: pd.DataFrame) -> pd.DataFrame:
-    """Full attention has no budget: where the columns are budgets, it has one field, without a column."""
+    """Removes the budget of full attention: where columns are budgets, it has one field without a column."""
     full, budget = cells["method"] == "full", cells["budget_percent"]
     column = cells["column"].mask(full & (cells["column"] == budget + "%"), "")
     return cells.assign(budget_percent=budget.mask(full, ""), column=column).drop_duplicates(ignore_index=True)
 
 
 def _evaluated(cell: Mapping[str, str], show: TableSpec) -> bool:
-    """Whether the study has this cell: its benchmark at the length, and a task that fits into it."""
+    """Whether the study has this cell: its benchmark at this length, and a task that fits into the length."""
     return (
         cell["benchmark"] in show.benchmarks
         and cell["length"] in show.lengths_of.get(cell["benchmark"], show.lengths)
@@ -129,7 +129,7 @@ def _evaluated(cell: Mapping[str, str], show: TableSpec) -> bool:
 
 
 def _with_kinds(cells: pd.DataFrame, titles: str) -> pd.DataFrame:
-    """Adds the data to names of blocks or columns, where not the benchmark's own, on a second line to stay narrow."""
+    """Adds the origin of examples to titles, on a second line, if they are not the benchmark's own."""
 
     def title(of: pd.Series) -> str:
         kinds = {kind for data in of for kind in data.split("+") if kind}
@@ -152,7 +152,7 @@ def fidelity(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 @table("fidelity_answers", of="answers", heads=("Prompts", "Method"), keys=FIDELITY_KEYS, extra="tokens k_mean")
 def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
-    """Likelihood of right answers, and how much of full attention's own is kept."""
+    """Likelihood of right answers, and the kept share of full attention's answers."""
     forced = pd.concat([_forced(rows, show, (NLL, FIRST), GOLD), _forced(rows, show, (KEPT,), GREEDY)])
     asked = [(name, length) for name in show.benchmarks for length in show.lengths_of.get(name, show.lengths)]
     names, at = zip(*asked, strict=True)
@@ -162,7 +162,7 @@ def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def _forced(rows: Rows, show: TableSpec, metrics: Iterable[Metric], continuation: str) -> pd.DataFrame:
-    """Returns rows of these metrics over all tasks, in the arms' own state; `arm_maps` does not name the main maps."""
+    """Returns rows of these metrics over all tasks, in the arms' own state; `arm_maps` is empty for the main maps."""
     found = rows["fidelity"].rename(columns={"metric": "quantity"})
     wanted = found["quantity"].isin([metric.name for metric in metrics])
     wanted &= (found["state"] == OWN) & (found["task"] == ALL_TASKS) & (found["continuation"] == continuation)
@@ -174,7 +174,7 @@ def _distances(
     forced: pd.DataFrame, show: TableSpec, metrics: Iterable[Metric], blocks: pd.DataFrame, groups: pd.DataFrame,
     counted: str,
 ) -> pd.DataFrame:  # fmt: skip
-    """Returns a grid per metric, methods by budgets; only of values is full attention a row, too."""
+    """Returns a grid per metric, methods by budgets. Full attention has a row only in grids of NLL and FIRST."""
     arms = forced[["method", "arm_maps"]].drop_duplicates()
     titles = [trained_at_title(maps) if maps else method_title(name) for name, maps in arms.itertuples(index=False)]
     lines = arms.assign(row=titles)
