@@ -27,7 +27,7 @@ PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads transformers only when the library's entry points are asked for."""
+    """Imports an entry point on first access, so that `import residual_mass` does not load transformers."""
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.model.{PLACES[name]}"), name)

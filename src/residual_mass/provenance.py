@@ -44,7 +44,7 @@ class Record:
     def __init__(self, stage: str, spec: Any, inputs: Iterable[Path | None], sources: Iterable[Path] = ()) -> None:
         """
         Args:
-            stage: its name, as in `recipes.RECIPES` if it has a recipe.
+            stage: name of the stage, as in `recipes.RECIPES` if it has a recipe.
             spec: a spec dataclass or a mapping; empty for a stage without a spec.
             inputs: outputs of other stages, checked by `recorded`; None for an optional input that is not given.
             sources: files of the repository that the stage reads, such as templates.
@@ -85,13 +85,13 @@ class Record:
         """
         seconds = time.monotonic() - self._started
         on_a_gpu = device is not None and device.type == "cuda"
-        units = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes there, in KiB elsewhere
+        units = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, in KiB on Linux
         peak = {"host": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units, 1)}
         content: dict[str, Any] = {**self._content, "outputs": _hashes([output, *members]), "peak_memory_mib": peak}
         if device is not None:
             content |= {"device": str(device), "hardware": device_name(device)}
         if on_a_gpu:
-            import torch  # here, because most readers of records do without torch
+            import torch  # only here, because most users of records do not need torch
 
             peak["gpu"] = round(torch.cuda.max_memory_allocated(device) / 2**20, 1)
         if processes is not None:
@@ -110,16 +110,16 @@ def recorded(path: Path) -> str:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {REMAKE}")
-    found = sha256_of(path)
+    sha = sha256_of(path)
     sidecar = sidecar_of(path)
     if not sidecar.is_file():
         if path.name == MANIFEST and "pins" in read_json(path):
-            return found
-        raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; bring that too, or {REMAKE}")
+            return sha
+        raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; copy that too, or {REMAKE}")
     outputs = read_json(sidecar).get("outputs", {})
-    if found not in [sha for name, sha in outputs.items() if Path(name).name == path.name]:
+    if sha not in [output for name, output in outputs.items() if Path(name).name == path.name]:
         raise ValueError(f"{path}: is not what {sidecar.name} recorded: cut, damaged or edited; delete it and {REMAKE}")
-    return found
+    return sha
 
 
 def sidecar_of(output: Path) -> Path:
@@ -157,9 +157,9 @@ def code_version() -> dict[str, Any]:
             return None
 
     # The package may be installed in an environment within another project's checkout.
-    ours = git("ls-files", "--error-unmatch", "__init__.py") is not None
-    status = git("status", "--porcelain", "--", ".") if ours else None
-    commit = git("rev-parse", "HEAD") if ours else None
+    tracked = git("ls-files", "--error-unmatch", "__init__.py") is not None
+    status = git("status", "--porcelain", "--", ".") if tracked else None
+    commit = git("rev-parse", "HEAD") if tracked else None
     return {"version": __version__, "commit": commit, "changed": None if status is None else bool(status)}
 
 

@@ -1,4 +1,4 @@
-"""`config.yaml` and the studies, each checked in itself and against the others."""
+"""Reads `config.yaml` and the studies, and checks each of them and that they agree."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Study(Settings):
     budgets: OneOrMore[Percent]
     """Exact-support budgets in percent of the prefix, anchors included."""
     methods: OneOrMore[Name]
-    """Evaluated methods: `full`, `topk`, `topk_phi`, `topk_phi_nosub`, and others, also your own (docs/extending.md);
-    every method but `full` is run at every budget."""
+    """Evaluated methods: `full`, `topk`, `topk_phi`, `topk_phi_nosub`, and others, including your own
+    (docs/extending.md). Every method but `full` is run at every budget."""
     anchors: AnchorSpec
     truncate_to: Length
     """Prompts that leave no room for the answer within this length are cut on the left, after the BOS token; results
     say how many."""
     benchmarks: dict[Name, sections.Benchmark]
-    """Benchmarks by name: `ruler`, `babilong`, `longbench`; none leaves scores out."""
+    """Benchmarks by name: `ruler`, `babilong`, `longbench`; `{}` leaves scores out."""
     fidelity: sections.Fidelity
     mismatch: sections.Mismatch
     ablations: sections.Ablations
@@ -64,7 +64,7 @@ class Study(Settings):
     """Tables that `all` makes; each has a template in `paper_tables/templates`, and the latencies `runtime_<backbone>`
     share one."""
     figures: dict[str, sections.Figure]
-    """Figures that `all` makes, each with what it shows; one that is not named is not made."""
+    """Figures that `all` makes, each with the keys that say what it shows."""
 
     def __post_init__(self) -> None:
         for label in self.tables:
@@ -104,33 +104,33 @@ class Study(Settings):
 
     @property
     def recommended(self) -> str:
-        """The method that results open with: the last that is no oracle, if there is one."""
+        """The method that results show first: the last one that is no oracle, if there is one."""
         others = (name for name in reversed(self.methods) if not methods.method_named(name).oracle)
         return next(others, self.methods[-1])
 
     def own_methods(self, budget: float | None = None) -> tuple[str, ...]:
-        """Methods that the paper lacks; at a budget those that are decoded at it and need no maps."""
+        """Methods that the paper lacks. With a budget, only those that are decoded at it and need no maps."""
         own = (methods.method_named(name) for name in self.methods if name not in METHODS)
-        return tuple(one.name for one in own if budget is None or (budget in self.budgets and not one.needs_maps))
+        return tuple(m.name for m in own if budget is None or (budget in self.budgets and not m.needs_maps))
 
     def comparison(self, name: str) -> sections.Mismatch | sections.Ablations:
-        """The section of the study that a comparison of maps is of."""
+        """Returns the section of a comparison of maps."""
         return self.mismatch if name == "mismatch" else self.ablations
 
     def forced_maps(self, backbones: Iterable[str]) -> list[str]:
-        """Labels of the main maps, and where one of these backbones has them of those that were trained on shorter
-        texts; none where no method needs maps.
+        """Returns labels of the main maps, and of the maps of `mismatch` if one of these backbones has them; none if no
+        method needs maps.
         """
         main = self.maps_for((*self.methods, *self.fidelity.methods))
         others = self.mismatch.maps if main and set(backbones) & set(self.mismatch.backbones) else ()
         return list(dict.fromkeys([*main, *others]))
 
     def maps_for(self, names: Iterable[str]) -> list[str]:
-        """The label of the main maps if one of these methods needs maps."""
+        """Returns the label of the main maps in a list, which is empty if none of these methods needs maps."""
         return [self.maps.main] * any(methods.method_named(name).needs_maps for name in names)
 
     def task_files(self, benchmark: str, length: str) -> tuple[str, ...]:
-        """How the tasks are dealt out to generate jobs."""
+        """Returns the name of each generate job of a benchmark: `all`, or the tasks."""
         whole = self.benchmarks[benchmark].tasks_per_job == "all"
         return ("all",) if whole else tasks_of(benchmark, tokens_of(length))
 
@@ -147,7 +147,7 @@ class AblationRows(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Main(Settings):
-    """What `config/config.yaml` says."""
+    """Content of `config/config.yaml`."""
 
     study: Line
     """Study that `all` makes: a file of `config/studies` without its ending."""
@@ -155,13 +155,13 @@ class Main(Settings):
     """Examples per task, in place of every benchmark's own count; `null` keeps the study's. Existing rows are kept."""
     assets: Annotated[str, Field(pattern=r"^[^{}\x00-\x1f\x7f-][^{}\x00-\x1f\x7f]*$")]
     """Folder of the downloaded data and models; one that was made elsewhere is used as it is."""
-    offline: Annotated[bool, Field(strict=False)]  # on the command line Snakemake takes `offline=true` for a text
+    offline: Annotated[bool, Field(strict=False)]  # Snakemake passes `offline=true` of the command line as a string
     """Whether to run without network, from the assets folder and the hub's cache, which the target `prefetch` fills."""
     backbones: Annotated[dict[ShortName, sections.RegisteredBackbone], Field(min_length=1)]
     """Language models by the short name that file names carry."""
     variants: dict[Label, dict[Literal["map", "objective"], dict[str, Any]]]
-    """Feature maps that the ablations train beside the study's own, by label: what each changes of `phi.map` and
-    `phi.objective`."""
+    """Further feature maps that the ablations train, by label: the keys of `phi.map` and `phi.objective` that each of
+    them changes."""
     ablations: AblationRows
 
 
@@ -184,7 +184,7 @@ class Configuration:
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that comes twice, of which YAML takes the last."""
+    """Refuses a key that comes twice; YAML itself takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]
@@ -194,10 +194,10 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 def load(root: Path, main: Mapping[str, Any]) -> Configuration:
-    """The configuration of a checkout.
+    """Returns the configuration of a checkout.
 
     Args:
-        main: config/config.yaml with what the command line changed.
+        main: config/config.yaml with the changes of the command line.
 
     Raises:
         ValueError: a file is not YAML, or a key is unknown, missing or wrong, or contradicts another; one line that
@@ -223,12 +223,12 @@ def load(root: Path, main: Mapping[str, Any]) -> Configuration:
 
 
 def file_of(study: str) -> str:
-    """The file of a study, as messages name it."""
+    """Returns the file of a study, as messages name it."""
     return f"config/studies/{study}.yaml"
 
 
-# ---- what no key says alone ------------------------------------------------------------------------------------------
-# Only what would end a run after hours, or change numbers in silence: other mistakes end it when the jobs are planned.
+# ---- agreement of keys -----------------------------------------------------------------------------------------------
+# Only mistakes that would end a run after hours or change numbers silently: others are found when jobs are planned.
 
 
 def _problems_of_main(configuration: Configuration) -> Iterator[str]:
@@ -259,7 +259,7 @@ def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]
         yield "tables: natural_main shows one length of longbench; give benchmarks.longbench.lengths one"
     shared = [{*getattr(study.residuals, key)} & {*getattr(study.fidelity, key)} for key in ("corpora", "lengths")]
     if "deployable" in study.tables and not all(shared):
-        yield "tables: deployable shows texts and lengths that residuals and fidelity share, of which there are none"
+        yield "tables: deployable shows texts and lengths that residuals and fidelity share, and they share none"
     if study.ablations.backbones and not study.ablations.benchmarks:
         yield "ablations.benchmarks: empty; name one, or leave ablations.backbones empty"
     for benchmark in study.ablations.benchmarks if study.ablations.backbones else ():
@@ -269,13 +269,13 @@ def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]
 
 
 Choices = Iterator[tuple[str, Iterable[Any], Iterable[Any]]]
-"""Keys with their values, and the options that these are among."""
+"""Keys, the values of each, and the options for these values."""
 
 
 def _choices(study: Study, backbones: list[str]) -> Choices:
     for name in ("mismatch", "ablations", "diagnostics", "residuals"):
         yield f"{name}.backbones", getattr(study, name).backbones, backbones
-    others = [one.name for one in methods.METHODS if not one.of_the_paper and one.name not in study.methods]
+    others = [m.name for m in methods.METHODS if not m.of_the_paper and m.name not in study.methods]
     yield "fidelity.methods", study.fidelity.methods, others
     yield "fidelity.benchmarks", study.fidelity.benchmarks, study.benchmarks
     yield "fidelity.prompts_at", study.fidelity.prompts_at, study.fidelity.lengths
@@ -287,7 +287,7 @@ def _choices(study: Study, backbones: list[str]) -> Choices:
 
 
 def _choices_of_tables(study: Study) -> Choices:
-    """What tables and comparisons of maps need the study to have."""
+    """Yields what tables and comparisons of maps require of the study."""
     if "residual_estimators" in study.tables:
         yield "budgets, of the table residual_estimators", study.budgets, study.residuals.budgets
     needed: tuple[str, ...] = METHODS[:3] if study.mismatch.backbones or study.ablations.backbones else ()
@@ -297,7 +297,7 @@ def _choices_of_tables(study: Study) -> Choices:
 
 
 def _choices_of_figures(study: Study, backbones: list[str]) -> Choices:
-    """What figures show, of what their sections have; any backbone of the study, where a section is made for all."""
+    """Yields the texts and backbones of figures, with those of their sections, or else all backbones of the study."""
     of_section = {"ablations": study.ablations.backbones, "residuals": study.residuals.backbones}
     texts = {"fidelity": (*study.fidelity.corpora, *study.fidelity.benchmarks), "residuals": study.residuals.corpora}
     for label, figure in study.figures.items():
@@ -307,7 +307,7 @@ def _choices_of_figures(study: Study, backbones: list[str]) -> Choices:
 
 
 def _unknown(key: str, values: Iterable[Any], options: Iterable[Any]) -> Iterator[str]:
-    """A problem for every value that is not among the options."""
+    """Yields a problem for every value that is not among the options."""
     options = list(options)
     known = ", ".join(f"{option:g}" if isinstance(option, float) else option for option in options) or "none"
     for value in (value for value in values if value not in options):

@@ -1,4 +1,4 @@
-"""Kinds of figures: which keys of a study say what each shows, and which files it is drawn from."""
+"""Kinds of figures: the keys by which a study describes each, and the files that it is drawn from."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Kind:
     """What figures of one kind need.
 
     Attributes:
-        section: of a study, which has the texts, lengths and backbones that the figure shows.
-        keys: those of `sections.Figure`.
-        data: patterns of the files that are read.
-        main_maps: it tells the study's main maps from others.
-        one_budget: it shows the budget of the diagnostics alone.
-        several: a study may have any number of them, distinguished by what follows the name.
+        section: section of a study with the texts, lengths and backbones that the figure shows.
+        keys: keys of `sections.Figure` that it has.
+        data: patterns of the files that it reads.
+        main_maps: whether it distinguishes the study's main maps from others.
+        one_budget: whether it shows only the budget of the diagnostics.
+        several: whether a study may have several of them, whose labels add a suffix to the kind.
     """
 
     section: str
@@ -54,9 +54,9 @@ FIGURES = {
 
 
 def kind_of(label: str) -> str:
-    """The name of a figure's kind. Raises ValueError for a label of none."""
-    several = (name for name, kind in FIGURES.items() if kind.several)
-    found = next((name for name in several if re.fullmatch(rf"{name}(_[a-z0-9]+)*", label)), label)
-    if found not in FIGURES:
+    """Returns the name of a figure's kind. Raises ValueError if the label has none."""
+    several = (name for name, figure in FIGURES.items() if figure.several)
+    kind = next((name for name in several if re.fullmatch(rf"{name}(_[a-z0-9]+)*", label)), label)
+    if kind not in FIGURES:
         raise ValueError(f"{label} is not one of {', '.join(FIGURES)}")
-    return found
+    return kind

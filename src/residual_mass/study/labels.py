@@ -1,7 +1,7 @@
-"""Names of methods, tables and folders that more than one place tells from others."""
+"""Names of methods and folders that several modules use."""
 
 METHODS = ("full", "topk", "topk_phi", "topk_phi_nosub")
-"""Those of the paper, in the order of its tables; `residual_mass.methods` has all."""
+"""The paper's methods, in the order of its tables; `residual_mass.methods` has all methods."""
 TOPK = METHODS[1]
 PUBLISHED = "published"
-"""The folder of the tables with the paper's own values, in place of a study's name."""
+"""Stands for the name of a study where tables show the paper's own values."""

@@ -1,4 +1,4 @@
-"""Every file name of the workflow, with its wildcards; nothing parses a name back."""
+"""Every file name of the workflow, with its wildcards; no code parses a file name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIGURE_PNG = "paper_tables/{study}/figures/{label}.png"
 DOCUMENT = "paper_tables/{study}/main.tex"
 DOCUMENT_PDF = "paper_tables/{study}/main.pdf"
 REPORT = "results/report.html"
-"""Of the study that the configuration names."""
+"""The page of the study that the configuration names."""
 
 TEMPLATE = "paper_tables/templates/{name}.tex.j2"
 PAGE_TEMPLATE = "paper_tables/templates/report.html.j2"
@@ -53,4 +53,4 @@ PINS = "src/residual_mass/texts/wheels.txt"
 PUBLISHED_VALUES = "src/residual_mass/paper/published/{label}.csv"
 
 JOBS = "logs/{target}.json"
-"""What the target `estimate` or `prefetch` looks at, written when it starts."""
+"""The jobs that the target `estimate` or `prefetch` reads, written when the run starts."""

@@ -1,4 +1,4 @@
-"""What a study makes, and the inputs and the spec of each of its jobs: one method of `Plan` for each stage.
+"""The results of a study, and the inputs and the spec of each of its jobs: one method of `Plan` for each stage.
 
 The rules of the workflow take inputs and specs from it. The DAG itself is Snakemake's.
 """
@@ -36,9 +36,9 @@ from residual_mass.study.sections import Figure, parsed
 from residual_mass.study.tables import benchmark_results, shown_by
 
 Wildcards = Any
-"""Of a Snakemake job: its wildcards as attributes."""
+"""The wildcards of a Snakemake job as attributes."""
 Work = tuple[Mapping[str, str | list[str]], Any]
-"""What a job reads, by the flag of its stage, and its spec; None for a stage without."""
+"""Input files of a job, by flag of its stage, and its spec, which is None for a stage without a spec."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +47,18 @@ class Plan(Configuration):
 
     root: Path
 
-    # ---- what rules ask for ------------------------------------------------------------------------------------------
+    # ---- for the rules -----------------------------------------------------------------------------------------------
 
     def inputs(self, stage: str) -> Callable[[Wildcards], Mapping[str, str | list[str]]]:
-        """The input files of a stage's jobs by name, as a function of their wildcards."""
+        """Returns a function that maps the wildcards of a stage's job to its input files by name."""
         return lambda wildcards: self.work(stage, wildcards)[0]
 
     def spec(self, stage: str) -> Callable[[Wildcards], str]:
-        """The spec of a stage's jobs as JSON, as a function of their wildcards."""
+        """Returns a function that maps the wildcards of a stage's job to its spec as JSON."""
         return lambda wildcards: to_json(self.work(stage, wildcards)[1])
 
     def params(self, stage: str) -> dict[str, Any]:
-        """What the command of a stage's jobs has: the stage's name and the spec."""
+        """Returns the params of a stage's rule: the stage's name and the spec."""
         return {"stage": stage.replace("_", "-"), "spec": self.spec(stage)}
 
     def work(self, stage: str, wildcards: Wildcards) -> Work:
@@ -86,11 +86,11 @@ class Plan(Configuration):
     def rendered(self, study: str) -> list[str]:
         """Every table, figure and document that `all` makes."""
         tables, figures = self.studies[study].tables, self.studies[study].figures
-        of_all = [paths.COMPARISON] if compared_tables(self.studies[study]) else []
-        of_all += [paths.NUMBERS] * bool(tables) + [paths.DOCUMENT] * bool(tables or figures)
+        documents = [paths.COMPARISON] if compared_tables(self.studies[study]) else []
+        documents += [paths.NUMBERS] * bool(tables) + [paths.DOCUMENT] * bool(tables or figures)
         return [
             *expand(paths.TABLE, study=study, label=tables),
-            *expand(of_all, study=study),
+            *expand(documents, study=study),
             *expand([paths.FIGURE_PDF, paths.FIGURE_PNG], study=study, label=figures),
         ]
 
@@ -111,12 +111,12 @@ class Plan(Configuration):
 
     @property
     def variants_phi(self) -> list[str]:
-        """Files of the variants, as one rule makes them."""
+        """Files of all variants, which one rule makes."""
         return [paths.VARIANT_PHI.replace("{variant}", variant) for variant in self.variants]
 
     @property
     def variants(self) -> list[str]:
-        """Labels of the feature maps that the ablations train beside a study's own."""
+        """Labels of the further feature maps that the ablations train."""
         return sorted(self.main.variants)
 
     @property
@@ -135,25 +135,25 @@ class Plan(Configuration):
         return {name: self.main.backbones[name].title for name in names}
 
     def template(self, label: str) -> str:
-        """The template of a table, which those of latencies share, or of the document."""
+        """Returns the template of a table or of the document; all tables of latencies share one."""
         return self.here(paths.TEMPLATE.format(name="runtime" if label.startswith(RUNTIME) else label))
 
     def here(self, path: str) -> str:
-        """A file of the repository as seen from the working directory, so that moving both together reruns nothing."""
+        """Returns a file of the repository relative to the working directory: moving both together reruns nothing."""
         return os.path.relpath(self.root / path)
 
     def study_named(self, wildcards: Wildcards) -> Study:
         return self.studies[known("study", wildcards.study, self.studies, "config/studies")]
 
     def study_of(self, wildcards: Wildcards, section: str = "", backbone: str = "") -> Study:
-        """The study of the wildcards' backbone, after a check of the other wildcards against it.
+        """Returns the study of the wildcards' backbone, and checks the other wildcards against it.
 
         Args:
             section: the section of the study that lists the lengths of these jobs; empty for those of a benchmark.
-            backbone: in place of the wildcards'.
+            backbone: backbone in place of the wildcards'.
 
         Raises:
-            ValueError: a wildcard is not in the configuration; lists what is.
+            ValueError: a wildcard is not in the configuration; lists the known values.
         """
         name = self.backbone_spec(backbone or wildcards.backbone).study
         study, where, given = self.studies[name], file_of(name), dict(wildcards.items())
@@ -172,11 +172,11 @@ class Plan(Configuration):
         return study
 
     def examples_of(self, study: Study, benchmark: str) -> int:
-        """Examples per task that are decoded."""
+        """Returns the number of examples per task that are decoded."""
         return self.main.examples or study.benchmarks[benchmark].examples
 
     def spec_of(self, spec: type[specs.Spec], stage: str, w: Wildcards, *sources: Any, **given: Any) -> specs.Spec:
-        """A spec with the wildcards, of the backbone all there is, its study, and the stage's recipe."""
+        """Returns a spec, filled from the wildcards, their backbone, its study, the recipe, `sources` and `given`."""
         backbone = self.backbone_spec(w.backbone)
         about = {"study": backbone.study, "backbone": backbone, "recipe": RECIPES[stage]}
         return specs.filled(spec, SimpleNamespace(**dict(w.items()) | about), *sources, **given)
@@ -211,20 +211,20 @@ class Plan(Configuration):
 
     def _training(self, w: Wildcards, variants: Mapping[str, Mapping[str, Any]]) -> Work:
         """One training job; its GPUs are a resource of the job and no part of the spec."""
-        study, made = self.study_of(w), []
+        study, trained = self.study_of(w), []
         for label, changes in sorted(variants.items()):
             parts: dict[str, Any] = {"map": study.phi.map, "objective": study.phi.objective}
             for name, change in changes.items():
                 where = f"config/config.yaml: variants.{label}.{name}."
                 parts[name] = parsed(type(parts[name]), dataclasses.asdict(parts[name]) | change, where)
-            made.append(specs.VariantSpec(label, **parts))
-        given = {"name": "study", "length": w.maps, "variants": tuple(made)}
+            trained.append(specs.VariantSpec(label, **parts))
+        given = {"name": "study", "length": w.maps, "variants": tuple(trained)}
         return {"assets": self.assets_manifest}, self.spec_of(specs.TrainSpec, "train", w, study.phi, study, **given)
 
     # ---- given continuations -----------------------------------------------------------------------------------------
 
     def force(self, w: Wildcards) -> Work:
-        """Given continuations under every arm: those of the main group, and on documents further ones."""
+        """Given continuations under the arms of the main group, and documents under further arms as well."""
         study = self.study_of(w, "fidelity")
         forced, maps = study.fidelity, study.forced_maps([w.backbone])
         asked = {name: study.benchmarks[name] for name in forced.benchmarks if w.length in study.answered_lengths(name)}
@@ -232,8 +232,8 @@ class Plan(Configuration):
         others += [(name, study.maps.main if method_named(name).needs_maps else None) for name in forced.methods]
         further = tuple(ArmSpec(name, budget, label) for name, label in others for budget in study.budgets)
         prompts = [
-            specs.filled(specs.AskedSpec, each, benchmark=name, examples=forced.examples)
-            for name, each in asked.items()
+            specs.filled(specs.AskedSpec, benchmark, benchmark=name, examples=forced.examples)
+            for name, benchmark in asked.items()
         ]
         spec = self.spec_of(
             specs.ForceSpec, "force", w, forced, study,
@@ -260,7 +260,7 @@ class Plan(Configuration):
             specs.GenerateSpec, "generate", w, study.benchmarks[w.benchmark], study,
             tasks=tasks_of(w.benchmark, tokens_of(w.length)) if w.tasks == "all" else (w.tasks,),
             examples=self.examples_of(study, w.benchmark), arms=arms, maps=maps_specs(maps),
-            allow_extrapolation=w.group == "mismatch",  # what it shows; refused everywhere else
+            allow_extrapolation=w.group == "mismatch",  # `mismatch` measures it; other groups refuse it
             residuals=own_identities(arms),
         )  # fmt: skip
         files = {"prompts": self._prompts_of(w, w.benchmark), "phi": self._phi(w, maps)}
@@ -283,7 +283,7 @@ class Plan(Configuration):
         return {"prompts": self._prompts_of(w, w.benchmark), "generations": files}, spec
 
     def _compared_arms(self, study: Study, comparison: str) -> tuple[ArmSpec, ...]:
-        """Full attention, and at the one budget of a comparison topk, each of its maps and the study's own methods."""
+        """Returns full attention, and at the comparison's budget topk, each of its maps and the study's own methods."""
         budget = study.comparison(comparison).budget
         under_maps = [("topk_phi", maps) for maps in self.compared_maps(study, comparison)]
         shown = [("topk", None), *under_maps, *((name, None) for name in study.own_methods(budget))]
@@ -297,17 +297,17 @@ class Plan(Configuration):
         return {"results": expand(paths.COMPARED, backbone=w.backbone, **place)}, None
 
     def compared_maps(self, study: Study, comparison: str) -> tuple[str, ...]:
-        """Labels of the maps that a comparison is about, in the order of its table's rows."""
+        """Returns the labels of the maps of a comparison, in the order of its table's rows."""
         if comparison == "mismatch":
             return study.mismatch.maps
         rows = getattr(self.main.ablations, comparison)
         return tuple(maps_label(study.ablations.length, "" if row == "ours" else row) for row in rows)
 
     def _group_maps(self, study: Study, group: str) -> list[str]:
-        """Labels of the maps that a group of arms uses; what the main group decodes is not decoded again."""
+        """Returns the labels of a group's maps; only the main group has the main maps, so none is decoded twice."""
         if group == "main":
             return study.maps_for(study.methods)
-        of_ablations = [maps_label(study.ablations.length, each) for each in ("", *self.variants)]
+        of_ablations = [maps_label(study.ablations.length, variant) for variant in ("", *self.variants)]
         labels = study.mismatch.maps if group == "mismatch" else of_ablations
         return [label for label in labels if label != study.maps.main]
 
@@ -321,7 +321,7 @@ class Plan(Configuration):
         return {"assets": self.assets_manifest, "phi": phi, "prompts": self._prompts_of_packs(w)}, spec
 
     def kernels(self, w: Wildcards) -> Work:
-        """Kernels of the main maps, and at the ablations' point of theirs as well."""
+        """Kernels of the main maps, and of the ablations' maps at their backbones and length."""
         study = self.study_of(w, "diagnostics")
         captured = study.diagnostics
         ablated = w.backbone in study.ablations.backbones and w.length == study.ablations.length
@@ -333,7 +333,7 @@ class Plan(Configuration):
         return {"assets": self.assets_manifest, "phi": self._phi(w, maps), "prompts": self._prompts_of_packs(w)}, spec
 
     def findings(self, w: Wildcards) -> Work:
-        """What is read out of the captures of all texts and lengths."""
+        """Means and claims from the captures of all texts and lengths."""
         study = self.study_of(w)
         captured = study.diagnostics
         known("backbone", w.backbone, captured.backbones, "diagnostics.backbones of its study")
@@ -370,15 +370,15 @@ class Plan(Configuration):
         return paths.PROMPTS.format(benchmark=benchmark, tokenizer=tokenizer, length=w.length)
 
     def _prompts_of_packs(self, w: Wildcards) -> list[str]:
-        """RULER's frozen prompts, where the packs are made of them."""
+        """Returns RULER's frozen prompts if the packs are made of them."""
         return [self._prompts_of(w, "ruler")] if w.corpus in PROMPT_PACKS else []
 
     # ---- tables ------------------------------------------------------------------------------------------------------
 
     def table(self, w: Wildcards) -> Work:
-        """Any registered table may be asked for, listed in the study or not."""
+        """Any registered table; the study need not list it."""
         study, names = self.study_named(w), self.backbones_of(w.study)
-        labels = [*(each.label for each in TABLES if each.label != RUNTIME), *(f"{RUNTIME}{name}" for name in names)]
+        labels = [*(entry.label for entry in TABLES if entry.label != RUNTIME), *(f"{RUNTIME}{name}" for name in names)]
         known("table", w.label, labels, file_of(w.study))
         results, spec = shown_by(self, study, w)
         if not results:
@@ -402,8 +402,8 @@ class Plan(Configuration):
         return {"tables": expand(paths.CELLS, study=w.study, label=labels)}, spec
 
     def _settings(self, study: str) -> dict[str, str]:
-        """What values of a study depend on; the paper's protocol is that of its own study."""
-        backbones = {each.name: dataclasses.asdict(each) for each in self.backbone_specs(study)}
+        """Returns the settings that values of a study depend on; the study `paper` has the paper's protocol."""
+        backbones = {backbone.name: dataclasses.asdict(backbone) for backbone in self.backbone_specs(study)}
         return settings_of(dataclasses.asdict(self.studies[study]) | {"backbones": backbones})
 
     def numbers(self, w: Wildcards) -> Work:
@@ -413,7 +413,7 @@ class Plan(Configuration):
     # ---- figures, document and page ----------------------------------------------------------------------------------
 
     def figure(self, w: Wildcards) -> Work:
-        """A figure of a study; its files are in the order of its lines or rows."""
+        """A figure of a study; its files are in the order of its lines or panels."""
         study = self.study_named(w)
         shown = study.figures[known("figure", w.label, study.figures, file_of(w.study))]
         kind, names, maps = FIGURES[kind_of(w.label)], shown.of("backbone", "backbones"), shown.maps
@@ -435,7 +435,7 @@ class Plan(Configuration):
         return {"data": expand(kind.data, **place)}, spec
 
     def _figure_title(self, shown: Figure) -> str:
-        """The backbone, unless there are several, and the text that a figure shows."""
+        """Returns the backbone, unless there are several, and the text and length that a figure shows."""
         names = shown.of("backbone", "backbones")
         text = map(text_title, shown.of("corpus", "text", "length"))
         return ", ".join([*self.titles(names).values(), *text] if len(names) == 1 else text)
@@ -469,10 +469,10 @@ class Plan(Configuration):
 
 
 def load(root: Path, config: dict[str, Any]) -> Plan:
-    """The plan of a checkout; a mistake in its configuration ends the run in one line.
+    """Returns the plan of a checkout; a mistake in its configuration ends the run in one line.
 
     Args:
-        config: Snakemake's, config/config.yaml with what the command line changed.
+        config: Snakemake's `config`: config/config.yaml with the changes of the command line.
     """
     try:
         return Plan(**vars(read_configuration(root, config)), root=root)
@@ -484,17 +484,17 @@ def load(root: Path, config: dict[str, Any]) -> Plan:
 
 
 def known(kind: str, value: str, options: Iterable[str], where: str = "config/config.yaml") -> str:
-    """Returns `value`. Raises ValueError where it is not among the options."""
+    """Returns `value`. Raises ValueError if it is not among the options."""
     if value not in (options := list(dict.fromkeys(options))):
         raise ValueError(f"{kind} {value!r} is not in {where}, which has {', '.join(filter(None, options))}")
     return value
 
 
 def maps_specs(labels: Iterable[str]) -> tuple[MapsSpec, ...]:
-    """The labels, each with the length that its maps were trained at, in tokens."""
+    """Returns the labels, each with the length in tokens that its maps were trained at."""
     return tuple(MapsSpec(label, tokens_of(length_and_variant(label)[0])) for label in labels)
 
 
 def compared_tables(study: Study) -> list[str]:
-    """Tables of a study that the paper has as well."""
+    """Returns the tables of a study that the paper has as well."""
     return [label for label in study.tables if label in COMPARED]

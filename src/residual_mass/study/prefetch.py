@@ -1,4 +1,4 @@
-"""What the jobs of a study read of the hub: the `prefetch` stage, and what an offline run lacks."""
+"""The `prefetch` stage: fetches what the jobs of a study read from the hub, or says what an offline run lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from residual_mass.texts.names import HUB, HubPart
 
 
 def run(jobs: Path, assets: Path) -> None:
-    """The `prefetch` stage, for the jobs in a file that `study.start` writes.
+    """Fetches what jobs read from the hub, and checks the assets folder. `study.start` writes the file `jobs`.
 
     Raises:
         ValueError: something cannot be fetched, or the assets folder is damaged; offline, something is missing.
@@ -27,8 +27,8 @@ def run(jobs: Path, assets: Path) -> None:
 
 
 def missing(specs: Iterable[dict[str, Any]], assets: Path) -> list[str]:
-    """Returns what jobs lack for a run without network, one line each; sha256 are compared when files are used."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's libraries are imported, for the first time below
+    """Returns what jobs lack for a run without network, one line each. Hashes are compared when files are used."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's libraries read it on import, which happens below
     listed = listed_in(assets / MANIFEST) or {MANIFEST: ""}
     lacking = ", ".join(str(assets / name) for name in listed if not (assets / name).is_file())
     found = [f"offline, and the assets folder lacks {lacking}; copy it from a machine with network"] if lacking else []

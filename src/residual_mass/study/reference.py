@@ -24,17 +24,17 @@ SCHEMAS = {"config": Main, "study": Study}
 
 
 def main(name: str = "") -> None:
-    """Prints a file's schema, or without a name all keys."""
+    """Prints the schema of a file, or all keys if no name is given."""
     if name and name not in SCHEMAS:
         sys.exit(f"{name}: no such schema; there are {' and '.join(SCHEMAS)}")
     print(json.dumps(schema_of(SCHEMAS[name]), indent=1, sort_keys=True) if name else "\n".join(_reference()))
 
 
 def schema_of(cls: type[Any]) -> dict[str, Any]:
-    """The JSON schema of a file, with the meaning of every key."""
+    """Returns the JSON schema of a file, with the meaning of every key."""
     schema = adapter(cls).json_schema()
     for name, part in schema["$defs"].items():
-        for base in getattr(sections, name, cls).__mro__:  # pydantic reads the docstrings of a class alone
+        for base in getattr(sections, name, cls).__mro__:  # pydantic does not read the docstrings of base classes
             for key, value in adapter(base).json_schema()["properties"].items() if is_dataclass(base) else ():
                 if key in part["properties"]:
                     part["properties"][key] = value | part["properties"][key]
@@ -58,17 +58,17 @@ def _reference() -> Iterator[str]:
 
 
 def _lines(section: dict[str, Any], parts: dict[str, Any], prefix: str) -> Iterator[str]:
-    """A line for every key of a section and of the sections in it; `<name>` stands for the keys of a mapping."""
+    """Yields a line for every key of a section and of its sections; `<name>` stands for the keys of a mapping."""
     for name, value in section.get("properties", {}).items():
         meaning = " ".join(value.get("description", "").split())
         yield f"{prefix}{name} ({_type_of(value)}): {meaning}".rstrip(": ")
-        of_names = {"patternProperties", "additionalProperties"} & value.keys()
-        place = f"{prefix}{name}.<name>." if of_names else f"{prefix}{name}."
+        mapping = {"patternProperties", "additionalProperties"} & value.keys()
+        place = f"{prefix}{name}.<name>." if mapping else f"{prefix}{name}."
         yield from _lines(section_of(value, parts), parts, place)
 
 
 def _type_of(schema: dict[str, Any]) -> str:
-    """A JSON schema in words."""
+    """Returns a JSON schema in words."""
     if "anyOf" in schema:
         return " or ".join(map(_type_of, schema["anyOf"]))
     if schema.get("type") == "array":

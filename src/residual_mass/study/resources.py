@@ -1,4 +1,4 @@
-"""What rules say of their jobs besides inputs, outputs and spec: the size of a job, its launcher and its flags."""
+"""Sizes, launchers, flags and report entries of the workflow's jobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JobSize:
     """Resources of the jobs of a plan.
 
     Attributes:
-        workflow: Snakemake's.
+        workflow: Snakemake's `workflow`.
     """
 
     plan: Plan
@@ -28,28 +28,28 @@ class JobSize:
         return int(self.plan.backbone_spec(wildcards.backbone).requires_gpu)
 
     def training_gpus(self, wildcards: Wildcards) -> int:
-        """GPUs of one training job; none for a backbone that requires none, whatever the study says."""
+        """Returns the GPUs of one training job: `phi.gpus`, or 0 if the backbone requires no GPU."""
         return self.gpus(wildcards) * self.plan.study_of(wildcards).phi.gpus
 
     def with_gpu(self, on_a_gpu: int, otherwise: int, gpus: str = "gpus") -> Callable[[Wildcards], int]:
-        """One number for jobs that do not ask for a GPU, and one that those that do have for each of their `gpus`."""
+        """Returns a resource: `on_a_gpu` for each of a job's `gpus`, or `otherwise` for a job without a GPU."""
         return lambda wildcards: on_a_gpu * getattr(self, gpus)(wildcards) or otherwise
 
     def half_of_the_cores(self, wildcards: Wildcards) -> int:
-        """A small model gains little from a second core, so without a GPU two jobs share the machine."""
+        """Two jobs share a machine without a GPU, because a small model gains little from a second core."""
         cores = self.all_of_the_cores(wildcards)
         return 8 if self.gpus(wildcards) or self.workflow.remote_exec else max(1, min(8, cores // 2))
 
     def all_of_the_cores(self, _: Wildcards) -> int:
-        """On a cluster, which has no number of cores, 8: what a job sees there has been given to it alone."""
+        """Returns all cores, or 8 on a cluster, where Snakemake knows no number of cores."""
         return 8 if self.workflow.remote_exec else self.workflow.resource_settings.cores or 8
 
 
 def launcher(wildcards: Wildcards, resources: Any) -> str:
-    """What starts the processes of a training.
+    """Returns the command that starts the processes of a training.
 
-    A function of the resources, so that another number of GPUs, which leaves the spec as it is, trains nothing again.
-    Without exec, the shell in between would die of the SIGTERM that asks for a checkpoint, and Snakemake with it.
+    It depends on the resources and not on the spec, so that another number of GPUs does not train again. Without exec,
+    the SIGTERM that asks for a checkpoint would end the shell, and Snakemake with it.
     """
     if resources.gpu < 2:
         return "exec python"
@@ -58,7 +58,7 @@ def launcher(wildcards: Wildcards, resources: Any) -> str:
 
 
 def flags(wildcards: Wildcards, input: Any, output: Any) -> str:
-    """The named files of a job as flags of its stage, quoted for the shell; the assets by their folder."""
+    """Returns the named files of a job as flags of its stage, quoted for the shell; assets by their folder."""
     words = []
     for name, files in (*input.items(), *output.items()):
         paths = [files] if isinstance(files, str) else files
@@ -68,6 +68,6 @@ def flags(wildcards: Wildcards, input: Any, output: Any) -> str:
 
 
 def shown(path: str, category: str, caption: str, subcategory: str | None = None, **labels: str) -> Any:
-    """An output that Snakemake's report shows, with a caption of workflow/report/."""
+    """Marks an output for Snakemake's report, with a caption of workflow/report/."""
     caption = f"../report/{caption}.rst"
     return report(path, caption=caption, category=category, subcategory=subcategory, labels=labels)

@@ -1,7 +1,7 @@
-"""Every key of the configuration: its type, bounds and meaning, which stand nowhere else, since specs inherit sections;
-and how pydantic reads them.
+"""Every key of the configuration with its type, bounds and meaning, and how pydantic reads them. Specs inherit from
+sections, so that a key is declared once.
 
-Without pydantic, as in the GPU check, types are read by nobody.
+Without pydantic, as in the GPU check, types and bounds are not checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ else:
 
 try:
     from pydantic import AfterValidator, Field
-except ModuleNotFoundError:  # the GPU check makes specs without it; there these marks mean nothing
+except ModuleNotFoundError:  # the GPU check makes specs without it, and then these marks have no effect
 
     def AfterValidator(*_: object, **marks: object) -> object:  # type: ignore[no-redef]  # noqa: N802
         return marks
@@ -79,7 +79,7 @@ class BackboneSettings(Settings):
     tokenizer: ShortName
     """Label of the tokenizer; backbones of a study that share it share the frozen prompts."""
     context: Count
-    """Longest sequence that the backbone was made for, in tokens."""
+    """Longest sequence that the backbone supports, in tokens."""
     requires_gpu: bool = later(False)
     """Whether jobs of this backbone ask for a GPU."""
 
@@ -116,8 +116,8 @@ class ObjectiveSpec(Settings):
     """Training objective and its weights (the paper's equations in its appendix on training; `residual` is ours)."""
 
     name: Literal["ours", "kl", "aux", "lolcats", "residual"] = "ours"
-    """Which objective: the paper's, its two halves alone, that of its ablation, and one of our own: the output error of
-    subtractive completion itself, at the budgets of `budgets`."""
+    """`ours` is the paper's, `kl` and `aux` are its two halves, `lolcats` is that of its ablation, and `residual` is
+    our own: the output error of subtractive completion at `budgets`."""
     tau: Positive = 10.0
     """Temperature of the divergence term."""
     lambda_kl: Annotated[float, Field(ge=0, le=1)] = 0.99
@@ -133,9 +133,9 @@ class ObjectiveSpec(Settings):
     huber_delta: Positive = 1.0
     """Where the Huber losses turn linear."""
     weight_z: NotNegative = 0.05
-    """In the objective `residual`, the weight of the log-mass error beside the output error."""
+    """Weight of the log-mass error in the objective `residual`, where the output error has weight 1."""
     relative: bool = True
-    """Whether the objective `residual` divides the errors of a support by the mean error of TopK with it."""
+    """Whether the objective `residual` divides errors by the mean error of TopK on the same support."""
     budgets: OneOrMore[Percent] | None = None
     """Budgets whose supports the objective `residual` trains on; `null` takes `eval_budgets`."""
 
@@ -155,9 +155,9 @@ class CurriculumSpec(Settings):
     """Shorter sequences at the start of training."""
 
     length: Length
-    """First tokens of each sequence that are used."""
+    """Length that each sequence is cut to; its first tokens are used."""
     share: Share
-    """Share of the steps, from the first on, that are cut so."""
+    """Share of the steps, from the first on, with cut sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +183,8 @@ class TrainingSettings(Settings):
     query_window: Share
     """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
     precision: Literal["float32", "bfloat16"] = later("float32")
-    """What operands of training's products are rounded to, while sums stay in float32; `bfloat16` is for GPUs, whose
-    products of it are many times as fast."""
+    """Precision of the operands of matrix products in training; sums stay in float32. `bfloat16` is for GPUs, where it
+    is many times as fast."""
     replay: ReplaySpec
     curriculum: CurriculumSpec | None
     """Shorter sequences at the start; `null` trains on whole ones throughout."""
@@ -207,7 +207,7 @@ class Phi(TrainingSettings):
     map: MapSpec
     objective: ObjectiveSpec
     gpus: Count
-    """GPUs of one training job, a process on each, where the backbone requires one. A change trains nothing again."""
+    """GPUs of one training job, a process on each, if the backbone requires a GPU. A change does not train again."""
 
     def __post_init__(self) -> None:
         if self.sequences_per_step % self.gpus:
@@ -223,17 +223,17 @@ class Decoding(Settings):
     """How the answers to a benchmark's prompts are generated."""
 
     chat_template: bool
-    """Whether prompts are put to the model as a user's message in its chat template, or as they are."""
+    """Whether prompts are wrapped as a user's message in the model's chat template."""
     answer_margin: Natural | None
     """Tokens past the length of the reference answers after which generation stops; `null` keeps the task's own limit
     of 16 to 512 tokens, which holds in any case."""
     stop_when_saturated: bool
-    """Whether an arm stops generating as soon as nothing that follows can change its score."""
+    """Whether an arm stops generating as soon as further tokens cannot change its score."""
     budget_length: Literal["nominal", "real"]
-    """Whether budgets are shares of the length's label or of the prompt's own length."""
+    """Whether budgets are shares of the context length (`nominal`) or of the prompt's own length (`real`)."""
     batch_tokens: Count
-    """Prompt tokens that are decoded together, each example under all methods and budgets; a longer prompt is decoded
-    alone, and where a GPU's memory runs out, half as many from there on."""
+    """Prompt tokens that are decoded as one batch, under all methods and budgets. A longer prompt is a batch of its
+    own. If a GPU's memory runs out, the following batches are half as large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,30 +243,30 @@ class Benchmark(Decoding):
     lengths: OneOrMore[Length] | None
     """Context lengths at which this benchmark is evaluated; `null` takes the study's."""
     data_source: Literal["assets", "hub"]
-    """Where examples come from: the pinned wheels (BABILong then is simulated, and three tasks of LongBench have
+    """Where examples come from: the pinned wheels (BABILong is then simulated, and three tasks of LongBench have
     stand-ins), or the benchmark's own data on the hub."""
     examples: Count
-    """Examples per task, or all there are where a data set holds fewer."""
+    """Examples per task, or all examples if a data set has fewer."""
     tasks_per_job: Literal["all", 1]
-    """Whether one job generates for all tasks or each task is a job of its own."""
+    """Whether one job generates for all tasks (`all`), or each task has its own job (`1`)."""
     seed: Natural
     """Seed of the examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Continuations(Settings):
-    """Texts that every arm is made to continue, token by token as they are given."""
+    """Continuations that every arm is given, token by token (forced decoding)."""
 
     corpora: Distinct[HeldOutText]
-    """Held-out texts; they are continued as they go on."""
+    """Held-out texts; prefixes are continued by the text that follows them."""
     documents: Count
-    """Documents of each; no two share text."""
+    """Documents of each text; they do not overlap."""
     tokens: Count
     """Longest continuation, in tokens."""
     seed: Natural
     """Seed of the documents."""
     drafts: Natural = later(0)
-    """Places of each document from which full attention continues greedily, to count what drafts get wrong."""
+    """Places in each document from which full attention continues greedily, to count the errors of drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,29 +274,29 @@ class Fidelity(Continuations):
     """How far every arm's next token is from that of full attention, on given continuations."""
 
     lengths: Distinct[Length]
-    """Prefixes; none leaves fidelity out."""
+    """Lengths of the prefixes; `[]` leaves fidelity out."""
     methods: Distinct[Name]
-    """Methods other than the paper's that are measured beside the study's own, on documents alone."""
+    """Methods, not of the paper, that are measured in addition to the study's, only on documents."""
     benchmarks: Distinct[Name]
     """Benchmarks whose prompts are continued by their right answer and by the greedy answer of full attention."""
     prompts_at: Distinct[Length]
-    """Those of the lengths at which prompts are continued, where the benchmark is evaluated."""
+    """Those of `lengths` at which prompts are continued, for benchmarks that are evaluated there."""
     examples: Count
-    """Prompts of each of their tasks."""
+    """Prompts of each task of these benchmarks."""
 
 
 @dataclass(frozen=True)
 class Mismatch(Settings):
-    """RULER at every length under maps of every training length, longer ones than trained for included."""
+    """RULER at every length with maps of every training length, including lengths longer than in training."""
 
     backbones: Distinct[Name]
-    """Backbones for which `all` makes the table; none leaves it out."""
+    """Backbones for which `all` makes the table; `[]` leaves it out."""
     maps: OneOrMore[Length]
     """Lengths that the maps were trained at."""
     lengths: OneOrMore[Length]
     """Evaluated lengths."""
     budget: Percent
-    """The one budget."""
+    """The only budget."""
 
     benchmarks: ClassVar = ("ruler",)
 
@@ -306,13 +306,13 @@ class Ablations(Settings):
     """Where the variants of `config.yaml` are trained and evaluated."""
 
     backbones: Distinct[Name]
-    """Backbones for which `all` makes the tables; none leaves them out."""
+    """Backbones for which `all` makes the tables; `[]` leaves them out."""
     benchmarks: Distinct[Name]
     """Evaluated benchmarks."""
     length: Length
     """Training and evaluation length."""
     budget: Percent
-    """The one budget."""
+    """The only budget."""
 
     @property
     def lengths(self) -> tuple[str, ...]:
@@ -347,7 +347,7 @@ class Sampling(Settings):
     """How many decode queries are measured."""
 
     packs: Count
-    """Sequences; for texts made of prompts as many as there are prompts, if those are fewer."""
+    """Sequences of tokens; a text made of prompts has at most one for each prompt."""
     queries: Count
     """Teacher-forced decode queries per sequence, right after the prefill."""
     seed: Natural
@@ -365,39 +365,39 @@ class Diagnostics(Sampling):
     lengths: OneOrMore[Length]
     """Lengths that can be captured at."""
     budget: Percent
-    """One of the budgets: what the table, the claims and the figures of a single K show."""
+    """The study's budget that the table, the claims and the figures of a single K show."""
     head: Head
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals(Sampling):
-    """What methods make of the same tokens: errors of every head on packed held-out text."""
+    """Errors of methods in every head, on packed held-out text."""
 
     backbones: Distinct[Name]
-    """Backbones for which `all` makes them; none leaves them out."""
+    """Backbones for which `all` measures errors; `[]` leaves them out."""
     corpora: OneOrMore[HeldOutText]
     """Held-out texts."""
     lengths: OneOrMore[Length]
-    """Prefixes."""
+    """Lengths of the prefixes."""
     budgets: OneOrMore[Percent]
     """Exact-support budgets, which need not be those of the study."""
     methods: OneOrMore[Name]
-    """Methods, of which `topk` is one, for the others are compared with it."""
+    """Methods; `topk` must be one of them, because the others are compared with it."""
 
 
 @dataclass(frozen=True)
 class Latencies(Settings):
-    """Where `results/runtime_<backbone>.csv` measures latency."""
+    """What `results/runtime_<backbone>.csv` measures."""
 
     contexts: Distinct[Length]
-    """Lengths of the prompts; what does not fit into memory is left out, and the table says so. None leaves latencies
-    out."""
+    """Lengths of the prompts; those that do not fit into memory are left out, and the table says so. `[]` leaves
+    latencies out."""
     batches: OneOrMore[Count]
     """Prompts that are decoded at once (the paper: 1)."""
     budget: Percent
     """Exact-support budget that K comes from."""
     repeats: Count
-    """Measured runs, after one that is not."""
+    """Measured runs, after one warm-up run."""
     seed: Natural
     """Seed of the prompts and of the feature maps' random weights."""
 
@@ -429,29 +429,29 @@ class Figure(Settings):
     """Variants of `config.yaml`, a panel for each."""
 
     def of(self, *keys: str) -> tuple[str, ...]:
-        """The values of these keys; those that the figure does not have add none."""
-        found = (getattr(self, key) for key in keys)
-        return tuple(value for each in found for value in ((each,) if isinstance(each, str) else each) if value)
+        """Returns the values of these keys; a key that the figure does not have adds none."""
+        fields = (getattr(self, key) for key in keys)
+        return tuple(value for field in fields for value in ((field,) if isinstance(field, str) else field) if value)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
-"""Types of pydantic's errors."""
+"""Types of pydantic's errors for an unknown key."""
 
 
 @cache
 def adapter(settings: type[Parsed]) -> TypeAdapter[Parsed]:
-    from pydantic import TypeAdapter  # not before: the GPU check makes its specs without it
+    from pydantic import TypeAdapter  # only here: the GPU check makes its specs without it
 
     return TypeAdapter(settings)
 
 
 def parsed(settings: type[Parsed], data: Any, where: str = "") -> Parsed:
-    """`data`, JSON text or values as YAML and JSON have them, as an instance of a class of settings.
+    """Returns `data`, which is JSON text or the values of YAML or JSON, as an instance of `settings`.
 
     Args:
-        where: what precedes the keys in messages.
+        where: prefix of the keys in messages.
 
     Raises:
         ValueError: a key is unknown, missing or wrong; one line that names it.
@@ -459,14 +459,14 @@ def parsed(settings: type[Parsed], data: Any, where: str = "") -> Parsed:
     from pydantic import ValidationError
 
     try:
-        found = adapter(settings).validate_json(data if isinstance(data, str) else json.dumps(data))
+        instance = adapter(settings).validate_json(data if isinstance(data, str) else json.dumps(data))
         if isinstance(data, str):
             json.loads(data, object_pairs_hook=_without_doubles)
     except ValidationError as error:
         raise ValueError(_message(settings, error, where)) from None
-    except (TypeError, ValueError) as error:  # a date in YAML, for one
+    except (TypeError, ValueError) as error:  # for example a date in YAML
         raise ValueError(f"{where}not a value of JSON ({error})") from None
-    return found
+    return instance
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> None:
@@ -477,7 +477,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> None:
 
 def _message(settings: type[Any], error: ValidationError, where: str) -> str:
     errors = error.errors(include_url=False)
-    first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])  # a typo leaves its key missing, too
+    first = next((e for e in errors if e["type"] in UNKNOWN), errors[0])  # the key that a typo replaces is missing, too
     path = [" ".join(str(part).split()) for part in first["loc"] if part != "[key]"]
     place = f"{where}{'.'.join(path)}".rstrip(".: ")
     words = {"missing": "missing key", "value_error": str(first.get("ctx", {}).get("error"))}
@@ -494,7 +494,7 @@ def _message(settings: type[Any], error: ValidationError, where: str) -> str:
 
 
 def section_of(key: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """The JSON schema of the section that a key holds, or a mapping with any names; empty where it holds none."""
+    """Returns the JSON schema of the section that a key or each value of its mapping holds; empty if there is none."""
     inner = next(iter(key.get("patternProperties", {}).values()), key.get("additionalProperties")) or key
-    named = next((each["$ref"] for each in inner.get("anyOf", [inner]) if "$ref" in each), "")
+    named = next((option["$ref"] for option in inner.get("anyOf", [inner]) if "$ref" in option), "")
     return sections.get(named.rpartition("/")[2], {})

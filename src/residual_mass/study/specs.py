@@ -1,5 +1,5 @@
-"""The spec of a stage: frozen dataclasses, one per stage, handed over as one JSON object with sorted keys, so that a
-changed value, and only that, reruns a job.
+"""Specs of the stages: a frozen dataclass per stage, passed as one JSON object with sorted keys, so that a job is run
+again only if a value changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Spec = TypeVar("Spec")
 
 
 def parse_spec(spec: type[Spec], text: str) -> Spec:
-    """The JSON object `text` as a spec; the inverse of `core.settings.to_json`.
+    """Returns the JSON object `text` as a spec; the inverse of `core.settings.to_json`.
 
     Raises:
         ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
@@ -38,7 +38,7 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
 
 
 def filled(spec: type[Spec], *sources: Any, **given: Any) -> Spec:
-    """A spec whose fields are as given, or else those of the one source that has them, in whatever order they come."""
+    """Returns a spec. A field that is not given is taken from the source that has it; TypeError if several have it."""
     for name in (each.name for each in fields(spec) if each.name not in given):  # type: ignore[arg-type]
         match [source for source in sources if hasattr(source, name)]:
             case [source]:
@@ -50,7 +50,7 @@ def filled(spec: type[Spec], *sources: Any, **given: Any) -> Spec:
 
 @dataclass(frozen=True)
 class Job(Settings):
-    """A job of the workflow, as stages that look at a study read it: its rule, its outputs, and its spec as JSON."""
+    """A job of the workflow, as `estimate` and `prefetch` read it: its rule, its outputs, and its spec as JSON."""
 
     rule: str
     outputs: tuple[str, ...] = ()
@@ -58,13 +58,13 @@ class Job(Settings):
 
 
 def read_jobs(path: Path) -> tuple[Job, ...]:
-    """Reads what `study.start` wrote for a target that looks at a study."""
+    """Reads the jobs that `study.start` wrote for `estimate` or `prefetch`."""
     return parsed(tuple[Job, ...], read_json(path))
 
 
 @dataclass(frozen=True)
 class BackboneSpec(BackboneSettings):
-    """A backbone, as specs have it."""
+    """A backbone in a spec."""
 
     name: str = field(kw_only=True)
 
@@ -75,12 +75,12 @@ class BackboneSpec(BackboneSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec(Settings):
-    """What the specs of most stages have."""
+    """Fields that the specs of most stages have."""
 
     study: str
     backbone: BackboneSpec
     recipe: int
-    """Of `recipes.py`: another one makes results again."""
+    """Number in `recipes.py`; another one makes results again."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class PromptsSpec(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ArmsSpec(JobSpec):
-    """Some arms, and what they decode with."""
+    """Arms, and the settings that they decode with."""
 
     length: str
     arms: tuple[ArmSpec, ...]
@@ -109,7 +109,7 @@ class ArmsSpec(JobSpec):
     truncate_to: str
     maps: tuple[MapsSpec, ...]
     residuals: tuple[dict[str, Any], ...] = later(())
-    """Identities of the methods that are not the paper's: a changed one runs the job again."""
+    """Identities of the methods that the paper lacks; a changed identity runs the job again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,26 +120,26 @@ class GenerateSpec(ArmsSpec, Decoding):
     tasks: tuple[str, ...]
     examples: int
     allow_extrapolation: bool
-    """Permit prompts longer than the maps were trained on (the paper's collapse)."""
+    """Whether prompts may be longer than the maps were trained on (the paper's collapse)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AskedSpec(Decoding):
-    """Prompts of a benchmark, to be continued as they are given."""
+    """Prompts of a benchmark that are continued by given answers."""
 
     benchmark: str
     examples: int
-    """Per task."""
+    """Prompts per task."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForceSpec(ArmsSpec, Continuations):
-    """Given continuations under every arm, beyond the length of its maps, too."""
+    """Given continuations under every arm; they may be longer than its maps were trained on."""
 
     asked: tuple[AskedSpec, ...]
     """One for each file of prompts."""
     arms_of_documents: tuple[ArmSpec, ...]
-    """Further arms, on documents and in their own state alone."""
+    """Further arms, only on documents and only in their own state."""
 
     @property
     def rows_of_document(self) -> tuple[tuple[str, ArmSpec], ...]:
@@ -160,7 +160,7 @@ class ForceSpec(ArmsSpec, Continuations):
 
 @dataclass(frozen=True, kw_only=True)
 class FidelitySpec(JobSpec, Resampling):
-    """Distances from full attention, read out of given continuations."""
+    """Distances from full attention on given continuations."""
 
     length: str
 
@@ -173,7 +173,7 @@ class ScoreSpec(JobSpec, Resampling):
     length: str
     data_source: Literal["assets", "hub"]
     examples: int
-    """Per task, of the frozen ones."""
+    """Examples per task, of the frozen ones."""
     arms: tuple[ArmSpec, ...] | None
     """Arms to score; null scores every arm that the generations hold."""
     decoding: str
@@ -194,7 +194,7 @@ class TrainSpec(TrainingSettings):
     """One training job. Its variants see the same sequences and query positions, from one teacher pass each."""
 
     name: str
-    """Of the recipe, as the log repeats it."""
+    """Name of the recipe, which the log repeats."""
     backbone: BackboneSpec
     length: str
     variants: tuple[VariantSpec, ...]
@@ -230,29 +230,29 @@ class KernelsSpec(JobSpec, Head):
 
 @dataclass(frozen=True, kw_only=True)
 class FindingsSpec(Resampling):
-    """What is read out of captured rows: means, the summaries' precision, and the paper's statements as checks."""
+    """Findings from captured rows: means with intervals, and the paper's statements as checks."""
 
     study: str
     budget_percent: float
     """The budget at which the statements are checked."""
     corpus: str
     length: str
-    """With `corpus`, where the paper's figures make their statements."""
+    """With `corpus`, the setting of the paper's figures."""
     recipe: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualErrorsSpec(JobSpec, Sampling):
-    """Attention-output errors of every method, head by head, on one and the same held-out texts."""
+    """Attention-output errors of every method, head by head, on the same held-out texts."""
 
     corpora: tuple[str, ...]
     length: str
     methods: tuple[str, ...]
-    """All but full attention; topk is among them, since the others are compared with it."""
+    """Methods without full attention; topk must be among them, because the others are compared with it."""
     budgets: tuple[float, ...]
     anchors: AnchorSpec
     maps: MapsSpec | None
-    """Of the methods that need feature maps; may have been trained on shorter texts."""
+    """Maps of the methods that need them; they may have been trained on shorter texts."""
     bootstrap_resamples: int
     residuals: tuple[dict[str, Any], ...] = later(())
     """As in `ArmsSpec`."""
@@ -272,20 +272,19 @@ class RuntimeSpec(JobSpec, Latencies):
 @dataclass(frozen=True)
 class FigureSpec(Settings):
     label: str
-    """Name of the figure; where there are several of a kind, the kind's name, an underscore and what tells them
-    apart."""
+    """Name of the figure: that of its kind, with an underscore and a suffix where a study has several of the kind."""
     title: str
     budget_percent: float | None = None
-    """What a figure of one K shows."""
+    """Budget of a figure of one K."""
     maps: tuple[str, ...] = ()
-    """Labels of the feature maps that a figure compares, the study's own first; where it shows logs of trainings, that
-    of each."""
+    """Labels of the feature maps that a figure compares, the study's own first; one per log in a figure of training
+    logs."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
-    """What a figure of several backbones calls them."""
+    """Titles of the backbones in a figure of several."""
     texts: tuple[str, ...] = ()
-    """Texts whose continuations a figure is about."""
+    """Texts that the figure shows the continuations of."""
     score: Resampling | None = None
-    """Behind the intervals that a figure computes itself."""
+    """Resampling for the intervals that a figure computes itself."""
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ class TableSpec(Settings):
     benchmarks: tuple[str, ...]
     """Benchmarks whose result files exist in this study; cells of the others print `--`."""
     lengths_of: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Lengths at which a benchmark is evaluated, where not at all of the table's; other cells print `--`."""
+    """Lengths at which a benchmark is evaluated, if not at all `lengths`; other cells print `--`."""
     maps: tuple[str, ...] = ()
     """Rows of the mismatch and ablation tables: labels of the feature maps, in order."""
     own_methods: tuple[str, ...] = later(())
@@ -315,11 +314,11 @@ class ComparisonSpec(Settings):
 
     study: str
     settings: dict[str, str]
-    """Those of the study."""
+    """Settings of the study."""
     paper: dict[str, str] = field(default_factory=dict)
-    """The paper's protocol: those of config/studies/paper.yaml."""
+    """Settings of the paper's protocol, config/studies/paper.yaml."""
     variants: dict[str, dict[str, str]] = field(default_factory=dict)
-    """What variants of the feature maps change of them, by label."""
+    """Settings that variants of the feature maps change, by label."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +335,7 @@ class DocumentSpec(Settings):
     study: str
     backbones: tuple[BackboneSpec, ...]
     figure_titles: dict[str, str] = field(default_factory=dict)
-    """What a figure is of, by its label; ends its caption."""
+    """Backbone and text of each figure, by its label; they end its caption."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,4 +344,4 @@ class ReportSpec(DocumentSpec):
 
     budgets: tuple[float, ...]
     recommended: str
-    """The method that the page opens with, beside top-k."""
+    """The method that the top of the page compares with top-k."""

@@ -1,4 +1,4 @@
-"""What is looked at when a run starts, before its first job, and said when it ends; the jobs behind a study's files."""
+"""Checks before the first job of a run, its last lines, and the jobs behind a study's files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from residual_mass.study.specs import Job
 
 
 def problems(plan: Plan, workflow: Any) -> list[str]:
-    """What this machine lacks for the jobs that are to be run, one line each."""
+    """Returns what this machine lacks for the jobs of a run, one line each."""
     jobs = list(workflow.dag.needrun_jobs(exclude_finished=False))
     read, made = ({path for job in jobs for path in getattr(job, files)} for files in ("input", "output"))
     offline, assets = plan.main.offline, plan.assets_folder
@@ -32,41 +32,41 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     running = {job.wildcards.get("backbone") for job in unmade if plan.assets_manifest in job.input}
     submits = None if workflow.dryrun else workflow.executor_plugin.name != "local"
     backbones = [plan.backbone_spec(name) for name in plan.main.backbones if name in running]
-    found = preflight.problems(backbones, assets, asks_hub=not offline, submits=submits)
+    lacking = preflight.problems(backbones, assets, asks_hub=not offline, submits=submits)
     if offline and plan.assets_manifest in read | made:
-        found += missing([job.spec for job in _with_specs(jobs)], assets)
+        lacking += missing([job.spec for job in _with_specs(jobs)], assets)
     if any(job.rule.name == "document_pdf" for job in jobs):
-        found += latex.problems()
+        lacking += latex.problems()
     if workflow.executor_plugin.name == "slurm":
         keys = ("slurm_partition", "slurm_account")
         sites = [tuple(str(job.resources.get(key) or "") for key in keys) for job in jobs if not job.is_local]
-        found += slurm.problems(workflow.executor_settings.status_command, sites)
+        lacking += slurm.problems(workflow.executor_settings.status_command, sites)
         slurm.see_cancelled_jobs()
     if made:
-        found += slurm.unfinished(Path.cwd())
-    found += preflight.from_the_future(map(Path, read - made))
-    found += preflight.unwritable(map(Path, made))
-    return found
+        lacking += slurm.unfinished(Path.cwd())
+    lacking += preflight.from_the_future(map(Path, read - made))
+    lacking += preflight.unwritable(map(Path, made))
+    return lacking
 
 
 def say_of_dry_run(plan: Plan, workflow: Any, folder: Path) -> None:
-    """Prints one line of what this machine lacks for the jobs of a dry run in a folder, and of how long they take."""
+    """Prints one line with what this machine lacks for the jobs of a dry run in a folder, and how long they take."""
     if not workflow.dryrun or workflow.scheduler is None:  # no scheduler: the run ended before its jobs were known
         return
     if work := _with_specs(workflow.dag.needrun_jobs(exclude_finished=False)):
         with contextlib.chdir(folder):  # Snakemake has left it
-            found = "; ".join(problems(plan, workflow)) or "this machine lacks nothing"
-            print(f"Before the first job: {found}. Time: {time_left(work, Path('results'))}.", flush=True)
+            lacking = "; ".join(problems(plan, workflow)) or "this machine lacks nothing"
+            print(f"Before the first job: {lacking}. Time: {time_left(work, Path('results'))}.", flush=True)
 
 
 def _with_specs(jobs: Iterable[Any]) -> list[Job]:
-    """Snakemake's jobs, as far as they have a spec."""
-    found = [job for job in jobs if "spec" in job.params.keys()]
-    return [Job(job.rule.name, tuple(job.output), json.loads(job.params.spec)) for job in found]
+    """Returns those of Snakemake's jobs that have a spec."""
+    jobs = [job for job in jobs if "spec" in job.params.keys()]
+    return [Job(job.rule.name, tuple(job.output), json.loads(job.params.spec)) for job in jobs]
 
 
 def closing_lines(plan: Plan) -> list[str]:
-    """What a finished study says: how far three methods are from full attention, and where the page is."""
+    """Returns the last lines of a finished study: the KL of up to three methods, and the path of the page."""
     name = plan.main.study
     study, backbone = plan.studies[name], plan.backbones_of(name)[0]
     lines = [f"All results on one page: {Path(paths.REPORT).absolute()}"]
@@ -77,9 +77,9 @@ def closing_lines(plan: Plan) -> list[str]:
     place = {"text": text, "state": "own", "metric": "kl", "budget_percent": budget}
     rows = pd.read_csv(paths.FIDELITY.format(backbone=backbone, length=length), dtype=str, na_filter=False)
     rows = [row for row in rows.to_dict("records") if place.items() <= row.items()]
-    found = {row["method"]: row["value"] for row in rows if row["maps"] in ("", study.maps.main)}
-    methods = dict.fromkeys((*(each for each in ("topk", "topk_phi") if each in study.methods), study.recommended))
-    numbers = ", ".join(f"{method} {found[method]}" for method in methods if method in found)
+    kl = {row["method"]: row["value"] for row in rows if row["maps"] in ("", study.maps.main)}
+    methods = dict.fromkeys((*(name for name in ("topk", "topk_phi") if name in study.methods), study.recommended))
+    numbers = ", ".join(f"{method} {kl[method]}" for method in methods if method in kl)
     where = f"{backbone}, {text} at {length}, {budget} % read exactly"
     return [f"KL from full attention in nats ({where}): {numbers}", *lines]
 
@@ -88,14 +88,14 @@ def closing_lines(plan: Plan) -> list[str]:
 
 
 def write_jobs(plan: Plan, workflow: Any) -> None:
-    """Writes the jobs of the study that config.yaml names where a target is about to read them."""
+    """Writes the jobs of the study that config.yaml names if `estimate` or `prefetch` will read them."""
     for target in {"estimate", "prefetch"} & {job.rule.name for job in workflow.dag.needrun_jobs()}:
         jobs = _jobs_behind(list(workflow.rules), plan.targets(plan.main.study))
         write_text(Path(paths.JOBS.format(target=target)), json.dumps([asdict(job) for job in jobs]))
 
 
 def _jobs_behind(rules: list[Any], targets: list[str]) -> Iterator[Job]:
-    """Every job that the targets need, each once and after the jobs that need it."""
+    """Yields every job that the targets need once, after the jobs that need it."""
     left, seen = list(targets), set()
     while left:
         path = left.pop(0)

@@ -1,4 +1,4 @@
-"""The files that each table shows, and of which backbones, lengths and budgets."""
+"""The result files that each table shows, and its spec."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shown_by(plan: Plan, study: Study, w: Any) -> tuple[list[str], TableSpec]:
     match table.of:
         case "scores":
             points = {name: study.lengths_of(name) for name in table.benchmarks if name in study.benchmarks}
-            lengths = sorted({length for each in points.values() for length in each}, key=tokens_of)
+            lengths = sorted({length for lengths in points.values() for length in lengths}, key=tokens_of)
             shown = {"benchmarks": sorted(study.benchmarks), "own_methods": study.own_methods()}
             return benchmark_results(study, names, points), spec(lengths=lengths, lengths_of=points, **shown)
         case "fidelity":
@@ -39,7 +39,7 @@ def shown_by(plan: Plan, study: Study, w: Any) -> tuple[list[str], TableSpec]:
             return files, spec(lengths=forced.lengths, maps=study.forced_maps(names))
         case "answers":
             points = {name: study.answered_lengths(name) for name in forced.benchmarks}
-            lengths = [length for length in forced.lengths if any(length in each for each in points.values())]
+            lengths = [length for length in forced.lengths if any(length in lengths for lengths in points.values())]
             shown = {"benchmarks": forced.benchmarks, "maps": [study.maps.main]}
             files = expand(paths.FIDELITY, backbone=names, length=lengths)
             return files, spec(lengths=lengths, lengths_of=points, **shown)
@@ -61,15 +61,15 @@ def shown_by(plan: Plan, study: Study, w: Any) -> tuple[list[str], TableSpec]:
                 *expand(paths.TRAINING_LOG, backbone=compared.backbones, maps=study.maps_for(compared.methods)),
             ]
             return files, of(compared, *study.budgets)
-        case "maps":  # the main ones, and where the ablations are made those of other widths
-            of_widths = [maps for maps in plan.compared_maps(study, "dphi") if maps != study.ablations.length]
-            labels = {name: of_widths * (name in study.ablations.backbones) for name in names}
+        case "maps":  # the main maps, and those of other widths for backbones of the ablations
+            widths = [maps for maps in plan.compared_maps(study, "dphi") if maps != study.ablations.length]
+            labels = {name: widths * (name in study.ablations.backbones) for name in names}
             phi = [expand(paths.PHI, backbone=name, maps=[study.maps.main, *labels[name]]) for name in names]
             return sum(phi, []), spec(budgets=())
         case "training":
             return expand(paths.TRAINING_LOG, backbone=names, maps=study.maps.main), spec(budgets=())
-    one = [w.label.removeprefix(RUNTIME)]
-    return expand(paths.RUNTIME, backbone=one), spec(one, lengths=study.runtime.contexts, budgets=())
+    backbone = [w.label.removeprefix(RUNTIME)]
+    return expand(paths.RUNTIME, backbone=backbone), spec(backbone, lengths=study.runtime.contexts, budgets=())
 
 
 def benchmark_results(study: Study, backbones: Iterable[str], benchmarks: Iterable[str]) -> list[str]:
