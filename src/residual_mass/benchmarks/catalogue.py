@@ -235,7 +235,7 @@ def _cleaned(benchmark: str, text: str) -> str:
 
 
 def _stay_in(benchmark: str, text: str, references: Iterable[str]) -> bool:
-    """Whether all references occur in `text` for the harness, whatever follows.
+    """Whether the harness finds all references in `text` and in every continuation of it.
 
     The cleaned text is a prefix of the cleaned text of any continuation. Lower-casing maps single characters, except
     for the Greek capital sigma, whose lower case depends on whether a letter follows; hence both forms.

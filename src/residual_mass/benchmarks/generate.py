@@ -81,17 +81,17 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     shas = {label: sha256_of(path) for label, path in maps.items()}
     examples = [encoded(spec, spec.truncate_to, prompt, tokenizer) for of_task in frozen for prompt in of_task]
-    wanted = [Wanted(each, [_known(spec, each, arm, identity, shas) for arm in spec.arms]) for each in examples]
+    wanted = [Wanted(x, [_known(spec, x, arm, identity, shas) for arm in spec.arms]) for x in examples]
     batches = list(_batches(wanted, spec.batch_tokens))
-    _warn_of_extrapolation(spec, [len(each.ids) for each in examples])
+    _warn_of_extrapolation(spec, [len(example.ids) for example in examples])
     with RowStore(store, GENERATED) as rows:
-        todo = [batch for batch in batches if any(row["key"] not in rows.rows for each in batch for row in each.rows)]
+        todo = [batch for batch in batches if any(row["key"] not in rows.rows for item in batch for row in item.rows)]
         # Longest first, so that out of memory shows at once and the estimated time left errs upwards.
         todo.sort(key=_longest, reverse=True)
         logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
         facts = _compute(spec, assets, maps, todo, rows) if todo else {}
         # What a key determines is taken from the spec, so that no damage of the store reaches later stages.
-        write_text(out, jsonl(rows.rows[row["key"]] | row for each in wanted for row in each.rows))
+        write_text(out, jsonl(rows.rows[row["key"]] | row for item in wanted for row in item.rows))
     record.write(out, identity=identity, batches=len(batches), batches_computed=len(todo), **facts)
 
 
@@ -141,7 +141,7 @@ def _batches(wanted: Sequence[Wanted], tokens: int) -> Iterator[list[Wanted]]:
     """Yields batches of examples with similar answer lengths, then similar prompt lengths. A step costs little more for
     many rows than for few, so batches should stay full to their end, with little padding.
     """
-    rest = sorted(wanted, key=lambda each: (-each.example.limit, -len(each.example.ids)))
+    rest = sorted(wanted, key=lambda item: (-item.example.limit, -len(item.example.ids)))
     while rest:
         size = _fitting(rest, tokens)
         yield rest[:size]
@@ -150,12 +150,12 @@ def _batches(wanted: Sequence[Wanted], tokens: int) -> Iterator[list[Wanted]]:
 
 def _fitting(batch: Sequence[Wanted], tokens: int) -> int:
     """Returns how many of the first examples, at least one, fit into `tokens` prompt tokens, padding included."""
-    longest = accumulate((len(each.example.ids) for each in batch), max)
+    longest = accumulate((len(item.example.ids) for item in batch), max)
     return max(1, sum(size * length <= tokens for size, length in enumerate(longest, start=1)))
 
 
 def _longest(batch: Sequence[Wanted]) -> int:
-    return max(len(each.example.ids) for each in batch)
+    return max(len(item.example.ids) for item in batch)
 
 
 def _compute(
@@ -177,14 +177,14 @@ def _compute(
             generations, room = _decoded(spec, engine, backbone.tokenizer, batch, room)
             rows = (
                 {**row, "k": generation.k, "tokens": generation.tokens, "finish": generation.finish,
-                 "text": cut_at(decode(generation.tokens, skip_special_tokens=True), each.example.prompt.stop)}
-                for each, of_example in zip(batch, generations, strict=True)
-                for row, generation in zip(each.rows, of_example, strict=True)
+                 "text": cut_at(decode(generation.tokens, skip_special_tokens=True), item.example.prompt.stop)}
+                for item, by_arm in zip(batch, generations, strict=True)
+                for row, generation in zip(item.rows, by_arm, strict=True)
                 if row["key"] not in store.rows
             )  # fmt: skip
             store.append(rows)
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
-            first, *more = dict.fromkeys(each.example.prompt.task for each in batch)
+            first, *more = dict.fromkeys(item.example.prompt.task for item in batch)
             bar.set_postfix_str(f"{first}{f' and {len(more)} more' if more else ''}, {rate:.1f} tokens/s")
             bar.update(len(batch))
     return {"device": backbone.device, **asdict(engine.work)}
@@ -204,7 +204,7 @@ def _decoded(
     generations: list[list[Generation]] = []
     while rest := batch[len(generations) :]:
         part = rest[: _fitting(rest, room)]
-        examples = [each.example for each in part]
+        examples = [item.example for item in part]
 
         def settled(number: int, tokens: list[int], examples: Sequence[Example] = examples) -> bool:
             text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -212,7 +212,7 @@ def _decoded(
 
         stops = settled if spec.stop_when_saturated else None
         try:
-            generations += engine.generate([each.ids for each in examples], [each.limit for each in examples], stops)
+            generations += engine.generate([x.ids for x in examples], [x.limit for x in examples], stops)
             continue
         except torch.OutOfMemoryError as error:
             padded = len(part) * _longest(part)

@@ -1,10 +1,10 @@
 """Attention diagnostics: what partial-KV accounting does to every head, measured on text."""
 
 CWE = "cwe"
-"""The corpus that the paper's statements about common words are read on."""
+"""The corpus on which the paper makes its statements about common words."""
 PROMPT_PACKS = {CWE: "ruler_cwe", "needles": "niah_multikey_3"}
-"""Corpora that are no text: packs of the prompts and answers of a task of RULER.
+"""Corpora that are not texts, with the RULER task whose prompts and answers their packs consist of.
 
-`needles` has sentences with a UUID for another one each, without other text, and asks for one of them. The answer of
-some 30 tokens leaves room for the decoded ones.
+The prompts of `needles` hold only sentences that assign one UUID to another, and ask for one of them. The answer has
+about 30 tokens, enough for the decoded ones.
 """

@@ -1,7 +1,7 @@
 """Per-head, per-query accounting quantities on packs of held-out text.
 
 Each pack is an L-token prefill followed by teacher-forced decode queries. The measured prefix is the prefill, so all of
-the mid-region is visible. The keys and values of one layer are in memory at a time.
+the mid-region is visible. Only the keys and values of one layer are in memory.
 
 Shape letters: Hq / Hkv = query / KV heads, Q = queries per pack, L = prefill tokens, D = head dimension.
 """
@@ -96,7 +96,7 @@ def captured(
 
 
 def round_ks(most: int) -> list[int]:
-    """Returns round numbers from 1 on, then `most`."""
+    """Returns round numbers in ascending order from 1, then `most`."""
     powers = range(len(str(most)))
     grid = {int(digit * 10**power) for power in powers for digit in ROUND_DIGITS if digit * 10**power < most}
     return sorted(grid | {most})

@@ -1,9 +1,9 @@
-"""The paper's statements about its diagnostics, each with the number that decides it: it holds where that is positive.
+"""The paper's statements about its diagnostics, each with a number that decides it: a statement holds if its number is
+positive.
 
-A claim is a function whose docstring is the statement. Those about one setting take a `Sample`, those about all
-settings take all samples. They return [B], or [B, any] where the least or the largest of several numbers counts; NaN
-where a number is not defined, and no number where there is nothing to compare. Gains, losses and differences of a head
-are means over its queries and packs.
+A claim is a function whose docstring is the statement. It takes a `Sample`, or all samples if it is about all settings.
+It returns [B], or [B, any] where the least or the largest of several numbers counts. Undefined numbers are NaN; without
+anything to compare, the array is empty. Gains, losses and differences of a head are means over its queries and packs.
 
 Shape letters: B = resamples, H = heads, that is (layer, query head).
 """
@@ -25,7 +25,7 @@ EXACT = 1e-6
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, by the function that has it for a docstring."""
+    """A statement, which is the docstring of its function."""
 
     number: Callable[[Any], np.ndarray]
     shown_in: str  # label of the figure or table that shows it

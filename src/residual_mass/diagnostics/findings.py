@@ -1,4 +1,4 @@
-"""Captured rows summed up: means with intervals, and which of the paper's statements about its diagnostics hold.
+"""Summaries of captured rows: means with intervals, and which of the paper's statements on its diagnostics hold.
 
 Intervals come from a two-way bootstrap over heads and packs, see `samples`.
 """
@@ -67,23 +67,23 @@ def _accounting(as_is: Sample, drawn: Sample) -> Iterator[Row]:
 
 
 def _claims(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[Row]:
-    for one, draws in zip(as_is, drawn, strict=True):
-        for claim in (claim for claim in CLAIMS if claim.applies(one)):
-            if row := _claim(claim, one, draws, [one]):
-                made_at = f"{CWE if claim.about == CWE else spec.corpus} {spec.length}"
-                at = {"k": one.ks[one.budget]} if claim.one_budget else {}
-                yield row | at | {"primary": int(one.name == made_at)}
+    for sample, draws in zip(as_is, drawn, strict=True):
+        for claim in (claim for claim in CLAIMS if claim.applies(sample)):
+            if row := _claim(claim, sample, draws, [sample]):
+                place = f"{CWE if claim.about == CWE else spec.corpus} {spec.length}"
+                k = {"k": sample.ks[sample.budget]} if claim.one_budget else {}
+                yield row | k | {"primary": int(sample.name == place)}
     for claim in (claim for claim in CLAIMS if claim.about == ALL):
         yield _claim(claim, as_is, drawn, as_is) | {"corpus": ALL, "length": ALL, "primary": 1}
 
 
 def _claim(claim: Claim, as_is: Any, drawn: Any, samples: Sequence[Sample]) -> Row:
-    """Returns a claim about these samples; empty where there is nothing to compare."""
+    """Returns the row of a claim about these samples; empty if there is nothing to compare."""
     numbers = claim.number(as_is)
     if not numbers.size:
         return {}
     value, low, high = (text(x, claim.decimals) for x in estimate(numbers, claim.number(drawn), claim.extreme))
-    # of the printed interval, so that rounding errors around 0 decide nothing; an empty one is undecided
+    # By the printed interval, so that rounding errors around 0 decide nothing. An empty one is undecided.
     verdict = "holds" if low and float(low) > 0 else "does not hold" if high and float(high) < 0 else "undecided"
     clamped = [s.mean("clamped", b)[0] for s in samples for b in ([s.budget] if claim.one_budget else s.ks)]
     return {

@@ -43,15 +43,15 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
             f"there is no layer {spec.layer}, head {spec.head}; count from 0"
         )
     maps = {label: PhiMaps.load(path, backbone.device) for label, path in files.items()}
-    for each in maps.values():
-        each.require(shape, spec.backbone.model_id, spec.backbone.revision)
+    for phi_maps in maps.values():
+        phi_maps.require(shape, spec.backbone.model_id, spec.backbone.revision)
     (pack,) = make_packs(spec.corpus, backbone, spec.length, spec.queries, 1, spec.seed, assets, prompts)
     log.info("layer %d, head %d under %d sets of maps, on %s", spec.layer, spec.head, len(maps), backbone.device)
     frames: list[pd.DataFrame] = []
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         if layer == spec.layer:
-            frames.extend(_frame(spec, label, each, queries, keys, scale) for label, each in maps.items())
+            frames.extend(_frame(spec, label, x, queries, keys, scale) for label, x in maps.items())
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)

@@ -1,4 +1,4 @@
-"""Packs: texts to measure on, and the pass of the frozen model over one of them.
+"""Packs, the token sequences to measure on, and the pass of the frozen model over one of them.
 
 Shape letters: Hq / Hkv = query / KV heads, Q = queries per pack, L = prefill tokens, D = head dimension.
 """
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 Pack = list[int]
 Visit = Callable[[int, Tensor, Tensor, Tensor, float], None]
-"""(layer, queries [Hq, Q, D], keys [Hkv, L, D], values [Hkv, L, D], scale), in float32, rotary-applied."""
+"""(layer, queries [Hq, Q, D], keys [Hkv, L, D], values [Hkv, L, D], scale), in float32, after rotary embedding."""
 
 
 def make_packs(
@@ -43,8 +43,8 @@ def make_packs(
 ) -> list[Pack]:
     """Returns token ids of each pack: `length` tokens of prefill, then the `queries` tokens that are decoded after it.
 
-    Packs share no text; there are fewer than `packs` where it ends. A corpus of PROMPT_PACKS is made of a task's frozen
-    prompts: each is the end of a prefill, with its answer as the decoded tokens, and the front of the prefill is filled
+    Packs share no text. A text that is too short gives fewer than `packs`. For a corpus in PROMPT_PACKS, a frozen
+    prompt of the task ends each prefill, and its answer gives the decoded tokens. The front of the prefill is filled
     with other prompts and their answers, unused ones first.
 
     Args:
@@ -55,40 +55,40 @@ def make_packs(
     """
     if corpus in PROMPT_PACKS:
         if prompts is None:
-            raise ValueError(f"corpus {corpus} is made of RULER's prompts; pass their manifest to --prompts")
+            raise ValueError(f"corpus {corpus} consists of RULER's prompts; pass their manifest to --prompts")
         return _prompt_packs(prompts, PROMPT_PACKS[corpus], backbone, length, queries, packs)
     texts = held_out_corpus(corpus, backbone.tokenizer, tokens_of(length) + queries, seed, assets)
-    made = texts.disjoint(packs)
-    if len(made) < packs:
-        log.warning("%d packs instead of %d: corpus %s holds no more text", len(made), packs, corpus)
-    return made
+    sequences = texts.disjoint(packs)
+    if len(sequences) < packs:
+        log.warning("%d packs instead of %d: corpus %s holds no more text", len(sequences), packs, corpus)
+    return sequences
 
 
 def _prompt_packs(manifest: Path, task: str, backbone: Backbone, length: str, queries: int, packs: int) -> list[Pack]:
     require_prompts_of(manifest, "ruler", length, backbone.spec.tokenizer)
     prompts = load_prompts(manifest, task, load_manifest(manifest)["examples"])
-    asked = [(each.prompt, gold_continuation(task, each.doc)) for each in prompts]  # with answers
+    examples = [(prompt.prompt, gold_continuation(task, prompt.doc)) for prompt in prompts]
     front = special_prefix(backbone.tokenizer)
     wanted = tokens_of(length) - len(front)
 
     def tokens(text: str) -> list[int]:
         return backbone.tokenizer(text, add_special_tokens=False).input_ids
 
-    made: list[Pack] = []
-    unused = iter(asked[packs:])
-    for last, (prompt, answer) in enumerate(asked[:packs]):
+    sequences: list[Pack] = []
+    unused = iter(examples[packs:])
+    for last, (prompt, answer) in enumerate(examples[:packs]):
         prefill, before = tokens(prompt), last
         while len(prefill) < wanted:
             filler = next(unused, None)
             if filler is None:
                 before -= 1
-                filler = asked[before % len(asked)]
+                filler = examples[before % len(examples)]
             prefill = tokens("".join(filler) + "\n\n") + prefill
         decoded = tokens(answer)
         if len(decoded) < queries:
             raise ValueError(f"diagnostics.queries: an answer of {task} has {len(decoded)} tokens; ask for no more")
-        made.append(front + prefill[-wanted:] + decoded[:queries])
-    return made
+        sequences.append(front + prefill[-wanted:] + decoded[:queries])
+    return sequences
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
         hybrid: whether other layers are allowed.
 
     Raises:
-        ValueError: they are not finite; names the layer.
+        ValueError: queries, keys or values are not finite; names the layer.
     """
 
     def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -117,18 +117,18 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
 
 
 def ks_of(budgets: Sequence[float], length: str, anchors: AnchorSpec) -> list[int]:
-    """K of every budget; raises ValueError where the mid-region has fewer than the two tokens that entropies need."""
-    always = anchors.sink + anchors.tail
-    if tokens_of(length) <= always + 1:
-        raise ValueError(f"length {length}: {always} anchors leave fewer than two mid-region tokens; take a longer one")
-    return [retrieved_count(budget, tokens_of(length), always) for budget in budgets]
+    """Returns K of every budget; raises ValueError if the mid-region has fewer than two tokens: entropies need two."""
+    fixed = anchors.sink + anchors.tail
+    if tokens_of(length) <= fixed + 1:
+        raise ValueError(f"length {length}: {fixed} anchors leave fewer than two mid-region tokens; take a longer one")
+    return [retrieved_count(budget, tokens_of(length), fixed) for budget in budgets]
 
 
 def tidy(
     measured: Mapping[str, Tensor], names: Sequence[str], last: Mapping[str, Sequence[float]], **constant: object
 ) -> pd.DataFrame:
-    """One row per entry of tensors [*names, any]: constant columns, the index in each named dimension, what `last` says
-    of the place in the last one, and the entries.
+    """Returns one row per entry of tensors [*names, any]. Columns: constants, the index in each named dimension, the
+    values in `last` at the index in the last dimension, and the entries.
     """
     *indices, slot = (index.ravel() for index in np.indices(next(iter(measured.values())).shape))
     columns = constant | dict(zip(names, indices, strict=True))

@@ -1,7 +1,7 @@
 """Errors of every method on the same held-out texts, head by head.
 
-Packs and queries are those of `capture`. All methods read the same tokens, by the path that decodes; means over a
-pack's queries are kept.
+Packs and queries are those of `capture`. All methods read the same tokens, on the code path of decoding. Means over a
+pack's queries are stored.
 
 Shape letters: Hq = query heads, Q = queries, B = budgets.
 """
@@ -44,7 +44,7 @@ RESIDUAL_HEADS = (
     "recall tokens_read h_mid skewness kurtosis"
 ).split()
 BELOW = {"heads_below_topk": TOPK, "heads_below_phi": PHI}
-"""What heads are compared with."""
+"""The method that a head's error is compared with, by column."""
 DIGITS = "z.6g"
 MEANS = ("error", "residual_share_hat", "recall", "tokens_read")
 Row = dict[str, object]
@@ -54,7 +54,7 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
     """The `residual-errors` stage.
 
     Args:
-        phi: maps of `spec.maps`; None where no method needs them.
+        phi: file of the maps `spec.maps`; None if no method needs them.
 
     Writes:
         heads: Parquet, one row per (corpus, pack, layer, query head, method, budget): means over the pack's queries.
@@ -62,11 +62,11 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
             `recall` and `tokens_read` are as in `ReadLayer.errors`.
         out: CSV, one row per (corpus, method, budget), intervals by pack. `over_topk` is the ratio of mean errors,
             `heads_below_topk` and `heads_below_phi` are shares of (layer, query head). `scan_bytes`, `row_bytes` and
-            `summary_bytes` are what a step reads per KV head and layer (`methods.step_bytes`), `step_share` their sum
-            over what full attention reads; `state_bytes` is what a method keeps of a prompt besides keys and values,
-            `state_share` that in units of a bfloat16 cache. `kept_share` is all that is kept, packed
-            (`methods.step_bytes.kept_bytes`), and `held_share` all that is held here, with keys and values in
-            bfloat16 and states as they are (codes in a byte each), both in the same units.
+            `summary_bytes` are what a step reads per KV head and layer (`methods.step_bytes`). `step_share` is their
+            sum over what full attention reads. `state_bytes` is what a method keeps of a prompt in addition to keys and
+            values. The other shares are relative to a bfloat16 cache: `state_share` of the state, `kept_share` of all
+            that is kept, packed (`methods.step_bytes.kept_bytes`), and `held_share` of all that is held here, with keys
+            and values in bfloat16 and the state as it is (one byte per code).
     """
     record = Record("residual_errors", spec, [assets / MANIFEST, phi])
     backbone = load_backbone(spec.backbone, assets)
@@ -90,7 +90,7 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
 def _measured(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, assets: Path
 ) -> pd.DataFrame:
-    """Returns rows of all packs of a corpus, also with the bytes that each method keeps."""
+    """Returns the rows of all packs of a corpus, with the bytes of each method's state."""
     budgets = {"budget_percent": spec.budgets, "k": ks_of(spec.budgets, spec.length, spec.anchors)}
     packs = make_packs(corpus, backbone, spec.length, spec.queries, spec.packs, spec.seed, assets, None)
     log.info("%d methods on %d packs of %s at %s", len(spec.methods), len(packs), corpus, spec.length)
@@ -113,7 +113,7 @@ def _measured(
 
 
 def _means(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, Tensor]:
-    """[Hq, B], means over the queries of [Hq, Q, B], and how many had a log-Z error."""
+    """Returns means over queries, [Hq, Q, B] -> [Hq, B], and the number of queries with a log-Z error."""
     if not rows["error"].isfinite().all():
         at_fault = f"; {MAPS_AT_FAULT}" if method_named(method).needs_maps else ""
         raise ValueError(f"layer {layer}: errors of {method} are not finite{at_fault}")
@@ -159,7 +159,7 @@ def _lines(
 def _bytes(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float, state: int
 ) -> Row:
-    """Returns what a step reads, given the mean of the tokens that are read exactly, and what is kept."""
+    """Returns the columns of bytes, given the mean number of tokens read exactly and the bytes of the state."""
     shape, anchors = backbone.shape, spec.anchors.sink + spec.anchors.tail
     group = shape.query_heads // shape.kv_heads
     step = Step(tokens_of(spec.length), shape.head_dim, group, anchors, tokens_read - anchors)
@@ -176,6 +176,6 @@ def _bytes(
 
 
 def _with_interval(name: str, numbers: Iterable[np.ndarray]) -> Row:
-    """Without an interval where it has no width, as of a single pack."""
+    """Returns the columns of a number, without its interval if that has no width, as for a single pack."""
     found = estimate(*numbers)
     return (found if found.low < found.high else BootstrapEstimate(found.value, np.nan, np.nan)).columns(name, DIGITS)

@@ -1,8 +1,8 @@
-"""Captured rows as numbers of each head, of the full data or of draws from it; and the two-way bootstrap that draws:
-heads and packs with replacement, independently of each other.
+"""Means of captured rows by head, of the full data or of bootstrap draws from it. The two-way bootstrap draws heads and
+packs with replacement, independently of each other.
 
 Of P packs P - 1 are drawn, because the mean of P draws has a variance too small by a factor of (P - 1) / P. A draw is
-how often each head or pack is drawn.
+stored as the number of times that each head or pack is drawn.
 
 Shape letters: B = draws, H = heads, that is (layer, query head), P = packs.
 """
@@ -24,17 +24,17 @@ QUARTILES = 4
 
 @dataclass(frozen=True)
 class Sample:
-    """What was captured on one corpus at one length: as it is (B = 1), or draws of its heads and packs.
+    """The captured data of one corpus at one length (B = 1), or draws of its heads and packs.
 
     Numbers per entropy quartile use a stratified draw, within the quartiles of the full data, so that no quartile is
-    empty; all others use a draw among all heads.
+    empty. All others use a draw among all heads.
 
     Attributes:
-        facts: of FACTS.
+        facts: by FACTS.
         ks: K of every budget, in ascending order of budgets.
         cells: by (budget, layer, head) and (name, pack): means over queries of the captured columns, of gain = e_topk -
-            e_sub and delta = e_sub - e_nosub, of log_z_error, 0 where not defined, and of whether it is defined.
-        mass: by (k, layer, head) and pack: the mean share of the mid-region's mass that K tokens hold.
+            e_sub, of delta = e_sub - e_nosub, of log_z_error (0 if not defined), and of whether it is defined.
+        mass: by (k, layer, head) and pack: mean share of the mid-region's mass in the K tokens of largest mass.
         budget: default budget of the cells.
         rows: captured rows at each budget.
         order: [H], heads by ascending mean h_mid; ties keep the order of heads.
@@ -83,14 +83,14 @@ class Sample:
             facts={name: str(frame[name].iloc[0]) for name in FACTS},
             ks=ks, cells=cells, mass=curves.set_index(["k", "layer", "head", "pack"])["c_mid"].unstack("pack"),
             budget=budget, rows=len(frame) // len(ks),
-            order=np.argsort(entropies.round(12), kind="stable"),  # sums in another order set equal heads apart
+            order=np.argsort(entropies.round(12), kind="stable"),  # rounding of sums would separate equal heads
             heads=np.ones((1, count)), stratified=np.ones((1, count)), packs=np.ones((1, packs)),
         )  # fmt: skip
 
     def resampled(self, resamples: int, seed: int) -> Sample:
-        """Draws; each has the same heads in all settings, and packs of each.
+        """Returns draws of heads, the same in all settings, and of this setting's packs.
 
-        A setting of a single pack has that pack in every draw, so its intervals hold for that text alone.
+        A setting of a single pack has that pack in every draw, so its intervals hold only for that text.
         """
         count, quartiles = len(self.order), quartiles_of(len(self.order))
         heads = _generator(seed, "heads").integers(count, size=(resamples, count))
@@ -107,15 +107,15 @@ class Sample:
 
     @property
     def quartiles(self) -> list[np.ndarray]:
-        """Heads in four groups of ascending entropy."""
+        """The heads in four groups of ascending entropy."""
         return [self.order[quartiles_of(len(self.order)) == quartile] for quartile in range(QUARTILES)]
 
     def by_head(self, name: str, budget: float | None = None) -> np.ndarray:
-        """[B, H]: the mean of these cells over the drawn packs."""
+        """Returns the mean of a column of cells over the drawn packs: [B, H]."""
         return over_packs(self.packs, self.cells.loc[self.budget if budget is None else budget][name].to_numpy())
 
     def mass_at(self, k: int) -> np.ndarray:
-        """[B, H]: the share of the mid-region's mass that K tokens hold."""
+        """Returns the share of the mid-region's mass in K tokens: [B, H]."""
         return over_packs(self.packs, self.mass.loc[k].to_numpy())
 
     def over_heads(self, values: np.ndarray) -> np.ndarray:
@@ -128,24 +128,24 @@ class Sample:
         return np.stack([drawn[:, group].sum(axis=1) / len(group) for group in self.quartiles], axis=1)
 
     def mean(self, name: str, budget: float | None = None) -> np.ndarray:
-        """[B]."""
+        """Returns the mean of a column of cells over the drawn heads and packs: [B]."""
         return self.over_heads(self.by_head(name, budget))
 
     def log_z_error(self, budget: float | None = None) -> np.ndarray:
-        """[B]: the mean log-Z error over the rows where it is defined, else NaN."""
+        """Returns the mean log-Z error over the rows where it is defined: [B], NaN without any."""
         return ratio(self.mean("log_z_error", budget), self.mean("log_z_defined", budget))
 
     def mean_where(self, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        """Returns the mean of [B, H] over the drawn heads that are chosen: [B], NaN without any."""
+        """Returns the mean of `values` [B, H] over the drawn heads that are chosen: [B], NaN without any."""
         return ratio(self.over_heads(values * chosen), self.over_heads(chosen))
 
     def spearman(self, first: str, second: str) -> np.ndarray:
-        """[B]: rank correlation of two cells over the heads drawn among all; 0 where either is constant."""
-        times = self.heads.astype(int).ravel()
+        """Returns the rank correlation of two columns over the heads drawn among all: [B], 0 if either is constant."""
+        repeats = self.heads.astype(int).ravel()
         ranks = []
         for name in (first, second):
             values = np.broadcast_to(self.by_head(name), self.heads.shape)
-            drawn = np.repeat(values.ravel(), times).reshape(self.heads.shape)
+            drawn = np.repeat(values.ravel(), repeats).reshape(self.heads.shape)
             rank = pd.DataFrame(drawn).rank(axis=1).to_numpy()
             ranks.append(rank - rank.mean(axis=1, keepdims=True))
         x, y = ranks
@@ -157,41 +157,40 @@ class Sample:
 
 
 class BootstrapEstimate(NamedTuple):
-    """A number of the full data and its percentile interval; NaN where it is not defined."""
+    """A number of the full data and its percentile interval; NaN if not defined."""
 
     value: float
     low: float
     high: float
 
     def columns(self, name: str, digits: str = "z.6f") -> dict[str, str]:
-        """What files say of it."""
+        """Returns the columns of files for this number."""
         return {f"{name}{end}": text(x, digits) for end, x in zip(("", "_ci_low", "_ci_high"), self, strict=True)}
 
 
 def text(value: float, digits: str = "z.6f") -> str:
-    """Empty where the value is not defined."""
+    """Formats a number; empty if it is NaN."""
     return "" if np.isnan(value) else format(value, digits)
 
 
 def drawn_packs(name: str, packs: int, resamples: int, seed: int) -> np.ndarray:
-    """Draws from the packs of that name: [B, P] counts of P - 1 packs, or of the only one."""
+    """Draws P - 1 of the packs of a setting, or its only one: [B, P], how often each is drawn."""
     return counts(_generator(seed, f"packs of {name}").integers(packs, size=(resamples, max(1, packs - 1))), packs)
 
 
 def quartiles_of(count: int) -> np.ndarray:
-    """Returns the quartile of each place in an order; sizes differ by one at most."""
+    """Returns the quartile of each rank: [count]; sizes differ by one at most."""
     return np.arange(count) * QUARTILES // count
 
 
 def over_packs(drawn: np.ndarray, cells: np.ndarray) -> np.ndarray:
     """Returns the mean over the drawn packs: counts [B, P], cells [H, P] -> [B, H]."""
-    # Not a matrix product: its rounding sets equal heads apart, which changes ranks.
+    # Not a matrix product: its rounding separates equal heads, which changes ranks.
     return sum(drawn[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / drawn[0].sum()
 
 
 def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "largest"] = "least") -> BootstrapEstimate:
-    """Returns a number with its interval over the draws in which it is defined; of several numbers the least or the
-    largest.
+    """Returns a number, the least or the largest of several, with its interval over the draws in which it is defined.
 
     The least of resampled numbers is biased downwards, so its quantiles give no interval. Instead the lower end is the
     lowest lower end of the numbers' intervals, and the upper end is the lowest of their Bonferroni-corrected upper
@@ -214,7 +213,7 @@ def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "la
 
 
 def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """NaN where there is nothing to divide by."""
+    """Divides; NaN where `count` is 0."""
     return np.divide(total, count, where=count > 0, out=np.full(np.shape(total), np.nan))
 
 

@@ -119,7 +119,7 @@ def test_maps_trained_shorter_are_refused_unless_asked_for(folder: Path, phi: Pa
     ("changes", "problem"),
     [
         ({"length": "21"}, "length 21: 20 anchors leave fewer than two mid-region tokens"),
-        ({"corpus": "cwe"}, "corpus cwe is made of RULER's prompts; pass their manifest to --prompts"),
+        ({"corpus": "cwe"}, "corpus cwe consists of RULER's prompts; pass their manifest to --prompts"),
     ],
 )
 def test_bad_input_is_refused(changes: dict[str, str], problem: str, folder: Path, phi: Path, tmp_path: Path) -> None:
