@@ -1,7 +1,7 @@
-"""Methods: which prefix tokens a query reads exactly (a selector), and what stands for the rest (a residual).
+"""Methods: a selector chooses the prefix tokens that a query reads exactly, a residual estimates the others.
 
 METHODS is the only list of method names; configuration, generation and result files look them up here. The package
-does not import torch before it computes, for the workflow and the tables do without.
+imports torch only when it computes, because the workflow and the tables run without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 
 def names() -> tuple[str, ...]:
-    """Names of all known methods, in the order of result files."""
+    """Returns the names of all known methods, in the order of result files."""
     return tuple(method.name for method in METHODS)
 
 
@@ -48,14 +48,14 @@ def method_named(name: str | Method) -> Method:
     """Looks up a method by its name, and returns a `Method` as it is.
 
     Raises:
-        ValueError: no method has the name (says the most similar ones), or two have it.
+        ValueError: no method has this name (the message lists the most similar ones), or two have it.
     """
     if isinstance(name, Method):
         return name
-    found = [method for method in METHODS if method.name == name]
-    if not found:
+    matches = [method for method in METHODS if method.name == name]
+    if not matches:
         similar = get_close_matches(str(name), names(), n=3, cutoff=0)
         raise ValueError(f"method {name!r} is unknown; the most similar are {', '.join(similar)}")
-    if len(found) > 1:
+    if len(matches) > 1:
         raise ValueError(f"METHODS has two methods named {name!r}; rename one")
-    return found[0]
+    return matches[0]

@@ -37,18 +37,18 @@ class Arm(_HasMethod):
 
 @dataclass(frozen=True)
 class ArmSpec(_HasMethod, Settings):
-    """The same by the method's name, as studies have it.
+    """An arm of a study, which names its method.
 
     Raises:
-        ValueError: the budget is missing, given to `full`, or out of range; or maps are named that nothing uses.
+        ValueError: the budget is missing, given to `full`, or out of range; or a method without maps names some.
     """
 
     method: str
-    """Its name."""
+    """Name of the method."""
     budget_percent: float | None = None
     """Percent of the prefix, anchors included."""
     maps: str | None = None
-    """Label of the feature maps, where there are several."""
+    """Label of the feature maps, if there are several."""
 
     def __post_init__(self) -> None:
         if self.is_full != (self.budget_percent is None):
@@ -73,7 +73,7 @@ def percent_of_share(budget: float | str | None) -> float:
     """Converts a budget from a share of the prompt's tokens, in (0, 1], to percent.
 
     Raises:
-        ValueError: it is no number, out of range, or the integer 1, which may mean 1 %.
+        ValueError: the budget is not a number, is out of range, or is the integer 1, which may mean 1 %.
     """
     written = str(budget)
     if written == "1":
@@ -91,10 +91,10 @@ def percent_of_share(budget: float | str | None) -> float:
 
 
 def percent_written(text: str) -> float:
-    """Reads a budget in percent of the prompt's tokens, as command lines take it: "2", "0.5" or "2%".
+    """Parses a budget in percent of the prompt's tokens, as command lines take it: "2", "0.5" or "2%".
 
     Raises:
-        ValueError: it is no number in (0, 100], or below LEAST_PERCENT without a percent sign: a share, more likely.
+        ValueError: it is not a number in (0, 100], or is below LEAST_PERCENT without a percent sign (probably a share).
     """
     number = text.removesuffix("%").strip()
     try:

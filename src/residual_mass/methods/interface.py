@@ -1,4 +1,4 @@
-"""What a method is made of, and what its parts are asked for. The paper's own parts, `TopK` and `Phi`, are here too.
+"""Interface of methods and of their parts, selectors and residuals; with the paper's own parts, `TopK` and `Phi`.
 
 Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens, D = head dimension of keys and values.
 """
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 BFLOAT16, FLOAT32 = 2, 4
 """Bytes of a number."""
 INDEX = 2
-"""Bytes of the number of a token's cluster."""
+"""Bytes of the index of a token's cluster."""
 
 
 class Choice(NamedTuple):
-    """What a selector chose for query rows."""
+    """Output of a selector for query rows."""
 
     read: Selected
     """[..., R, K], mid-region tokens to read exactly."""
     threshold: Tensor
-    """[..., R], the least score that the selector saw of a token that it chose, and the largest of all where it chose
+    """[..., R], the lowest score of a chosen token, as the selector saw it; the highest of the mid-region if it chose
     none.
     """
     scanned: Tensor
-    """[..., R, L], what the selector saw of every token's score; zeros where it looks at none."""
+    """[..., R, L], every token's score as the selector saw it; zeros if it sees no scores."""
 
 
 class Layout(NamedTuple):
@@ -48,7 +48,7 @@ class Step(NamedTuple):
     """Sizes of a decode step in one layer and KV head, which give the bytes that it reads."""
 
     tokens: int
-    """L, of the prompt."""
+    """L, tokens of the prompt."""
     width: int
     """D."""
     heads: int
@@ -57,12 +57,12 @@ class Step(NamedTuple):
     retrieved: float
     """Distinct tokens of the mid-region that the query heads read exactly."""
     features: int = 64
-    """Of learned maps."""
+    """Number of features of learned maps."""
 
 
 class Seen(NamedTuple):
-    """What selection leaves to a residual. One that uses scores of tokens that were not read, other than those that it
-    reads itself, is an oracle.
+    """Inputs of a residual. A residual that uses exact scores of unread tokens is an oracle, unless it reads these
+    tokens itself.
     """
 
     queries: Tensor
@@ -72,29 +72,29 @@ class Seen(NamedTuple):
     read: Selected
     """[..., R, K], the mid-region tokens that were read."""
     unread: Tensor
-    """[..., R, L] bool, those that were not; a row may be empty."""
+    """[..., R, L] bool, the mid-region tokens that were not read; a row may have none."""
     scores: Tensor
     """[..., R, L], of all tokens."""
     values: Tensor
     """[..., L, D]."""
     scanned: Tensor | None = None
-    """[..., R, L], as in `Choice`, for a residual with `uses_scan = True`."""
+    """[..., R, L], as in `Choice`; for residuals with `uses_scan = True`."""
 
 
 class Part:
     """A selector or a residual: a frozen dataclass of its parameters."""
 
     title: ClassVar[str] = ""
-    """What legends call parts of this class, with mathematics in dollars; its name where it is empty."""
+    """Name of the class in legends, with mathematics in dollars; the Python name if empty."""
     limits: ClassVar[Mapping[str, int | None]] = {}
-    """Largest values of parameters that are counts, of which the least is 1; None for no limit."""
+    """Upper limits of parameters that are counts, whose lower limit is 1; None for no upper limit."""
     recipe: ClassVar[int] = 1
-    """Raised when a change to the code alters the numbers: rows that were decoded before are decoded again."""
+    """Version of the numbers: raise it when a change to the code alters them, so that stored rows are decoded again."""
     former: ClassVar[Mapping[str, Any]] = {}
-    """Parameters that there are no more, at the values that they have in the keys of stored rows."""
+    """Removed parameters, with the values that they have in the keys of stored rows."""
     fused: ClassVar[bool] = False
-    """Whether `core.fused` has a fast decode step for it; for a residual, the state is then a `MomentState`, and the
-    terms are `truncated_terms` of it.
+    """Whether `core.fused` has a fast decode step for the part. The state of such a residual is a `MomentState`, and
+    its terms are `truncated_terms` of that state.
     """
 
     def __post_init__(self) -> None:
@@ -106,33 +106,33 @@ class Part:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Class, recipe and parameters, also of a part that it is made of."""
+        """Class, recipe and parameters, including those of inner parts."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values = {name: value.identity if isinstance(value, Part) else value for name, value in values.items()}
         return {"name": type(self).__name__, "recipe": self.recipe, **self.former, **values}
 
 
 class Selector(Part, ABC):
-    """Chooses the mid-region tokens that are read exactly. One that keeps a summary of the keys overrides both
+    """Chooses the mid-region tokens that are read exactly. A selector that keeps a summary of the keys overrides both
     `prepare` and `update`.
     """
 
     reads_keys: ClassVar[bool] = False
-    """Whether it reads every key, so that those of chosen tokens are not read again."""
+    """Whether it reads every key, so that the keys of chosen tokens are not read again."""
     cuts: ClassVar[bool] = False
-    """Whether no token that it leaves unread scores above the threshold, in what it saw."""
+    """Whether no unread token scores above the threshold, by the scores that the selector saw."""
     scans: ClassVar[bool] = False
     """Whether it sees a score of every token."""
     replaces_cache: ClassVar[bool] = False
-    """Whether what it keeps takes the place of keys and values, so that no token of the mid-region is read exactly."""
+    """Whether its summary replaces keys and values, so that no token of the mid-region is read exactly."""
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
         return ()
 
     def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Brings the summary up to date with keys and mid-region of a prompt that has grown; before column `start`
-        neither has changed.
+        """Updates the summary for the keys and the mid-region of a prompt that has grown. Before column `start` neither
+        has changed.
         """
         return ()
 
@@ -150,30 +150,30 @@ class Selector(Part, ABC):
 
     @abstractmethod
     def scan_bytes(self, step: Step) -> float:
-        """Returns what a step reads to select, where keys have 2 bytes a number."""
+        """Returns the bytes that a step reads to select, with keys of 2 bytes a number."""
 
     def kept_bytes(self, step: Step) -> float:
-        """Returns what is kept of a prompt to select, besides keys and values."""
+        """Returns the bytes that are kept of a prompt to select, in addition to keys and values."""
         return 0 if self.reads_keys else self.scan_bytes(step)
 
 
 class Residual(Part, ABC):
-    """Estimates the terms of the unread tokens. One that keeps a summary of the prompt overrides both `prepare` and
-    `update`.
+    """Estimates the terms of the unread tokens. A residual that keeps a summary of the prompt overrides both `prepare`
+    and `update`.
     """
 
     uses_cut: ClassVar[bool] = False
-    """Whether it takes the threshold for a cut: it goes with selectors that have `cuts = True`."""
+    """Whether it assumes that no unread token scores above the threshold: it needs a selector with `cuts = True`."""
     uses_scan: ClassVar[bool] = False
-    """Whether it uses the scores that the selector saw: it goes with selectors that have `scans = True`."""
+    """Whether it uses the scores that the selector saw: it needs a selector with `scans = True`."""
     holds_values: ClassVar[bool] = False
-    """Whether its summary has a value for every token, so that none is read besides."""
+    """Whether its summary has a value for every token, so that the cache's values are not read."""
     oracle: ClassVar[bool] = False
     """Whether it uses scores of tokens that it does not read: it does not compete with other methods."""
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
-        """Summarises a prompt once per layer: keys, values [..., L, D] and the mid-region [..., L] bool to a tuple of
-        tensors, whose leading dimensions are those of the keys.
+        """Summarises keys and values [..., L, D] of a prompt with mid-region [..., L] bool, once per layer. Returns
+        tensors with the leading dimensions of the keys.
         """
         return ()
 
@@ -181,35 +181,35 @@ class Residual(Part, ABC):
         """Adds tokens that have joined the mid-region.
 
         Args:
-            keys, values: [..., N, D], of the columns from `start` on, none of which was in the mid-region.
-            joined: [..., N] bool, those that are now.
+            keys, values: [..., N, D], of the columns from `start` on, none of which was in the mid-region before.
+            joined: [..., N] bool, columns that are in it now.
         """
         return ()
 
     @abstractmethod
     def terms(self, seen: Seen, state: Any) -> Terms:
         """Returns numerator [..., R, D], denominator [..., R] and finite shift [..., R], as in `accounting.Terms`. A
-        row with denominator 0 adds nothing; what is returned for a row without unread tokens is ignored.
+        row with denominator 0 adds nothing; terms of a row without unread tokens are ignored.
         """
 
     @abstractmethod
     def summary_bytes(self, step: Step) -> float:
-        """Returns what a step reads of the summary, and of tokens besides those selected."""
+        """Returns the bytes that a step reads of the summary, and of tokens that were not selected."""
 
     def kept_bytes(self, step: Step) -> float:
-        """Returns what is kept of a prompt for the estimate."""
+        """Returns the bytes that are kept of a prompt for the estimate."""
         return self.summary_bytes(step)
 
     def fitted(self, selector: Selector) -> Residual:
-        """Returns the residual with the parameters that it takes from its selector; raises ValueError for one that it
-        cannot serve.
+        """Returns the residual with the parameters that it takes from its selector; raises ValueError if it does not
+        work with the selector.
         """
         return self
 
 
 @dataclass(frozen=True)
 class TopK(Selector):
-    """The K mid-region tokens of the highest scores (the paper's eq. 2): an oracle, for it scores every key."""
+    """Chooses the K mid-region tokens with the highest scores (the paper's eq. 2). An oracle: it scores every key."""
 
     title = "Top-$K$ by exact scores"
     recipe = 0
@@ -224,7 +224,7 @@ class TopK(Selector):
 
 
 def best_of(scanned: Tensor, mid: Tensor, k: Tensor) -> Choice:
-    """Chooses the K mid-region tokens of the highest scores [..., R, L]; `k` as in `Selector.select`."""
+    """Chooses the K mid-region tokens with the highest of the scores [..., R, L]; `k` as in `Selector.select`."""
     return Choice(*selection.unordered_topk(scanned, mid, k), scanned)
 
 
@@ -242,17 +242,17 @@ class Phi:
 
 @dataclass(frozen=True)
 class Method:
-    """What is read exactly, and what is added for the rest.
+    """A selector of the tokens that are read exactly, and a residual that estimates the others.
 
     Attributes:
         name: name in configuration and result files.
-        title: what tables and figures call it, with mathematics in dollars; the name where it is empty.
+        title: name in tables and figures, with mathematics in dollars; `name` if empty.
         selector: None reads every prefix token (the unmodified backbone).
         residual: None adds nothing.
 
     Raises:
-        ValueError: a selector or residual is no instance of a frozen dataclass that inherits from `Selector` or
-            `Residual`, or has one of `prepare` and `update` alone; the residual does not fit the selector.
+        ValueError: a selector or residual is not an instance of a frozen dataclass that inherits from `Selector` or
+            `Residual`, or has only one of `prepare` and `update`; the residual does not fit the selector.
     """
 
     name: str
@@ -283,7 +283,7 @@ class Method:
             ):  # fmt: skip
                 if needed and not given:
                     residual, selector = type(self.own).__name__, type(self.selector).__name__
-                    raise ValueError(f"{residual} needs a selector with {name} = True, which {selector} has not")
+                    raise ValueError(f"{residual} needs a selector with {name} = True, which {selector} lacks")
         object.__setattr__(self, "title", self.title or self.name)
 
     @property
@@ -296,7 +296,7 @@ class Method:
 
     @property
     def phi(self) -> Phi | None:
-        """The paper's residual, which the decode paths compute together with the exact terms."""
+        """The paper's residual (`Phi`), or None."""
         return self.residual if isinstance(self.residual, Phi) else None
 
     @property
@@ -306,7 +306,7 @@ class Method:
 
     @property
     def own(self) -> Residual | None:
-        """A residual that computes terms of its own."""
+        """The residual, if it computes its own terms; otherwise None."""
         return None if isinstance(self.residual, Phi) else self.residual
 
     @property
@@ -325,13 +325,13 @@ class Method:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells its numbers from those of another method, for the keys of stored rows. Of the paper's methods the
-        name alone, for rows were stored before there were others.
+        """Name and parts of the method, for the keys of stored rows. Methods of the paper have the name alone, because
+        rows were stored before other methods existed.
         """
         parts = {"selector": None if self.selector == TopK() else self.selector, "residual": self.own}
-        return {"method": self.name} | {part: one.identity for part, one in parts.items() if one is not None}
+        return {"method": self.name} | {kind: part.identity for kind, part in parts.items() if part is not None}
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:
-    """Returns the size of a prepared state."""
+    """Returns the bytes of a prepared state."""
     return sum(part.numel() * part.element_size() for part in state)

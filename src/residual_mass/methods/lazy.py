@@ -1,4 +1,4 @@
-"""Modules that are imported when they first compute: tables look up methods without torch, which takes seconds."""
+"""Modules that are imported at first use: tables look up methods without torch, whose import takes seconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Residuals made of a summary of the prompt or of scanned scores, and METHODS, the named combinations of all selectors
-and residuals.
+"""Residuals from a summary of the prompt or from scanned scores, and METHODS, the named combinations of selectors and
+residuals.
 
 Shape letters: R = query rows sharing keys, L = keys, N = tokens that join, or groups of channels, P = parts or
 clusters, S = draws, D = head dimension.
@@ -48,7 +48,7 @@ class Moments(Residual):
     title = "moments"
     limits = {"parts": None}
     parts: int = 1
-    """P, of k-means of the keys. With more clusters than tokens some stay empty."""
+    """P, k-means clusters of the keys. With more clusters than tokens, some are empty."""
     shared: bool = False
     """Whether clusters share their covariances, each scaled by its own spread."""
     former = {"split": "clusters", "takes_out": False, "dtype": "float32"}
@@ -59,7 +59,7 @@ class Moments(Residual):
         return moments_of(keys, values, moments.clusters(keys, mid, self.parts), self.parts)
 
     def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
-        """Adds tokens to the clusters of the nearest mean key."""
+        """Adds each token to the cluster with the nearest mean key."""
         part = moments.nearest(keys, joined, state.mean_key, state.count > 0)
         return moments.merged(state, moments.moments_of(keys, values, part, self.parts))
 
@@ -67,14 +67,14 @@ class Moments(Residual):
         return moments.truncated_terms(seen.queries, state, seen.threshold)
 
     def summary_bytes(self, step: Step) -> float:
-        """Returns the numbers of a `MomentState`."""
+        """Returns the bytes of a `MomentState`."""
         covariances = 1 if self.shared else self.parts
         return FLOAT32 * (2 * step.width**2 * covariances + self.parts * (2 * step.width + 2))
 
 
 @dataclass(frozen=True)
 class Mean(Residual):
-    """As many copies of the mean token as the mid-region has. Keeps the moments of one part."""
+    """Gives every token of the mid-region the mean key and the mean value. Keeps the moments of one part."""
 
     title = "mean"
     prepare, update, summary_bytes = Moments().prepare, Moments().update, Moments().summary_bytes
@@ -84,7 +84,7 @@ class Mean(Residual):
 
 
 def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns counts with tokens that joined, and the share of these [..., 1], by which means move towards theirs."""
+    """Returns the sum of both counts, and the share of new tokens [..., 1], which is the weight of their mean."""
     count = before + new
     return count, (new / count.clamp_min(1)).unsqueeze(-1)
 
@@ -101,7 +101,7 @@ class Clusters(NamedTuple):
     cluster: Tensor  # [..., L] int16, of every token; 0 outside the mid-region
 
     def scores(self, queries: Tensor) -> Tensor:
-        """Scores of the mean key of every token's cluster, [..., R, L]."""
+        """Computes the score of the mean key of every token's cluster, [..., R, L]."""
         scores = queries @ self.mean_key.transpose(-1, -2)  # [..., R, P]
         cluster = self.cluster.long().unsqueeze(-2)
         return scores.gather(-1, cluster.expand(*scores.shape[:-1], -1))
@@ -109,20 +109,20 @@ class Clusters(NamedTuple):
 
 @dataclass(frozen=True)
 class Centroids(Residual):
-    """k-means clusters of keys with their counts and values, less the tokens that were read (RetroInfer, arXiv
-    2505.02922; Multipole Attention, arXiv 2506.13059): every unread token has the score of its cluster's mean key.
+    """Gives every unread token the score of its cluster's mean key: k-means clusters with counts and value sums, less
+    the tokens that were read (RetroInfer, arXiv 2505.02922; Multipole Attention, arXiv 2506.13059).
     """
 
     title = "centroids"
     clusters: int
-    """P, at most 32,767. With more clusters than tokens some stay empty."""
+    """P, at most 32,767. With more clusters than tokens, some are empty."""
     limits = {"clusters": 2**15 - 1}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
         return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
 
     def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
-        """Adds tokens to the clusters of the nearest mean key."""
+        """Adds each token to the cluster with the nearest mean key."""
         new = self._summarise(keys, values, moments.nearest(keys, joined, state.mean_key, state.count > 0))
         count, share = joined_counts(state.count, new.count)
         mean_key = state.mean_key + share * (new.mean_key - state.mean_key)
@@ -139,27 +139,27 @@ class Centroids(Residual):
         return accounting.exact_terms(state.scores(seen.queries), seen.values, seen.unread)
 
     def summary_bytes(self, step: Step) -> float:
-        """Mean keys, counts and value sums, and the cluster of each token that was read."""
+        """Returns the bytes of mean keys, counts and value sums, and of the cluster of each token that was read."""
         return FLOAT32 * self.clusters * (2 * step.width + 1) + INDEX * step.retrieved
 
     def kept_bytes(self, step: Step) -> float:
-        """Has the cluster of every token."""
+        """Includes the cluster of every token."""
         return self.summary_bytes(step._replace(retrieved=step.tokens))
 
 
 @dataclass(frozen=True)
 class ImportanceSample(Residual):
-    """Draws unread tokens, which are read exactly and weighted without bias, in proportion to what the means of their
-    k-means clusters would weigh: importance sampling as in MagicPIG (arXiv 2410.16179), with clusters in place of its
-    hashes. A single cluster draws with equal probabilities (vAttention, arXiv 2510.05688).
+    """Draws unread tokens with probabilities proportional to e^s, s the score of their cluster's mean key, reads them
+    exactly and weights them without bias: importance sampling as in MagicPIG (arXiv 2410.16179), with k-means clusters
+    in place of hashes. A single cluster gives equal probabilities (vAttention, arXiv 2510.05688).
 
-    It keeps [..., S] random numbers in [0, 1), one in each of S equal intervals and the same for every query, and the
-    `Clusters` that give tokens their probabilities.
+    The state has [..., S] random numbers in [0, 1), one in each of S equal intervals and the same for every query, and
+    the `Clusters` that give tokens their probabilities.
     """
 
     title = "importance sample"
     draws: int
-    """S, tokens that are read besides the budget's; a token may be drawn twice."""
+    """S, tokens that are read in addition to the budget; a token may be drawn twice."""
     clusters: int = 64
     seed: int = 0
     limits = {"draws": None, "clusters": 2**15 - 1}
@@ -175,7 +175,7 @@ class ImportanceSample(Residual):
         return (places, *Centroids(self.clusters).update(Clusters(*clusters), keys, values, joined, start))
 
     def terms(self, seen: Seen, state: Any) -> Terms:
-        """Draws tokens with probabilities p in proportion to weights, and sums their terms over S p."""
+        """Draws tokens with probabilities p in proportion to weights, and sums their terms divided by S p."""
         places, *clusters = state
         guess = Clusters(*clusters).scores(seen.queries).masked_fill(~seen.unread, -torch.inf)
         highest = guess.amax(-1, keepdim=True)
@@ -190,7 +190,7 @@ class ImportanceSample(Residual):
         return accounting.Terms(selection.weighted_sum(terms, drawn, seen.values), terms.sum(-1), shift)
 
     def summary_bytes(self, step: Step) -> float:
-        """Mean keys and counts, and keys and values of the tokens that every query head draws."""
+        """Returns the bytes of mean keys and counts, and of keys and values of the tokens that query heads draw."""
         drawn = 2 * BFLOAT16 * step.width * self.draws * step.heads
         return FLOAT32 * self.clusters * (step.width + 1) + drawn
 
@@ -198,17 +198,17 @@ class ImportanceSample(Residual):
         return FLOAT32 * (self.clusters * (step.width + 1) + self.draws) + INDEX * step.tokens
 
 
-# ---- scores that the selector saw, or all of them --------------------------------------------------------------------
+# ---- scores that the selector saw, or exact scores of all tokens -----------------------------------------------------
 
 ROUNDING = 64
-"""Deviations of scores within clusters below this many roundings of the largest score count as this many."""
+"""Lower bound of the deviation of scores within clusters, in rounding errors of the largest score."""
 
 
 class ClusteredMoments(NamedTuple):
-    """Means of clusters, and covariances within them of all tokens together. A step reads them in bfloat16."""
+    """Means of clusters, and covariances within clusters, pooled over all tokens. A step reads them in bfloat16."""
 
     count: Tensor  # [..., P]
-    mean_key: Tensor  # [..., P, D]; a step does not read it, only tokens that join do
+    mean_key: Tensor  # [..., P, D]; used by `update` only
     mean_value: Tensor  # [..., P, D]
     value_key_covariance: Tensor  # [..., D, D], C: values by keys
     value_variance: Tensor  # [..., D], of values within clusters
@@ -217,24 +217,24 @@ class ClusteredMoments(NamedTuple):
 
 @dataclass(frozen=True)
 class ScanRegression(Residual):
-    """The mass of the scanned scores s, and values regressed on them: with weights w = e^s over the unread tokens and
-    m_p the mean score of cluster p,
+    """Takes the mass of the scanned scores s, and regresses values on them: with weights w = e^s over the unread tokens
+    and m_p the mean score of cluster p,
 
         Z  = sum_i w_i
         nu = sum_p Z_p v_p + sum_i w_i (s_i - m_p(i)) C q / var(s),
 
-    v_p the clusters' mean values, C the covariance of values and keys within clusters, and var(s) the variance of
-    scores within clusters. Any scan of all tokens gives s, m and var(s) for nothing, and whatever was read, no cut is
-    needed: it serves selectors whose threshold is none. We found no earlier use. SparQ (arXiv 2312.04985) takes the
-    mass from such scores, in the direction of the mean value.
+    where v_p is the mean value of cluster p, C the covariance of values and keys within clusters, and var(s) the
+    variance of scores within clusters. Every scan of all tokens gives s, m and var(s) at no cost. No cut is needed, so
+    it works with all selectors that scan. We found no earlier use. SparQ (arXiv 2312.04985) takes the mass from such
+    scores, in the direction of the mean value.
 
-    C is of exact keys, var(s) of scanned ones. Where keys differ by less than the scan resolves, var(s) vanishes and C
-    does not: the slope C q / var(s) is then cut to sd(v) / sd(s), the largest that any values and scores can have.
+    C is of exact keys, var(s) of scanned keys. If keys differ by less than the scan resolves, var(s) vanishes and C
+    does not. The slope C q / var(s) is therefore clamped to sd(v) / sd(s), the largest that values and scores can have.
     """
 
     title = "regression on the scan"
     clusters: int = 1
-    """P, of k-means of the keys."""
+    """P, k-means clusters of the keys."""
     recipe = 2
     uses_scan = True
     limits = {"clusters": 2**15 - 2}
@@ -245,7 +245,7 @@ class ScanRegression(Residual):
     def update(
         self, state: ClusteredMoments, keys: Tensor, values: Tensor, joined: Tensor, start: int
     ) -> ClusteredMoments:
-        """Adds tokens to the clusters of the nearest mean key."""
+        """Adds each token to the cluster with the nearest mean key."""
         new = self._summarise(keys, values, moments.nearest(keys, joined, state.mean_key, state.count > 0))
         count, share = joined_counts(state.count, new.count)
         key_step, value_step = new.mean_key - state.mean_key, new.mean_value - state.mean_value
@@ -264,12 +264,11 @@ class ScanRegression(Residual):
 
     def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> ClusteredMoments:
         """Summarises tokens whose clusters are `part` [..., L] int64, -1 for none."""
-        made = moments.shared_moments_of(keys, values, part, self.clusters)
-        away = moments.from_own(values, made.mean_value, part).square()
-        variance = torch.where((part >= 0).unsqueeze(-1), away, 0).sum(-2)
-        variance = variance / made.count.sum(-1, keepdim=True).clamp_min(1)
-        covariance = made.value_key_covariance.squeeze(-3)
-        return ClusteredMoments(made.count, made.mean_key, made.mean_value, covariance, variance, part.to(torch.int16))
+        count, mean_key, mean_value, _, covariance, _ = moments.shared_moments_of(keys, values, part, self.clusters)
+        squares = moments.from_own(values, mean_value, part).square()
+        variance = torch.where((part >= 0).unsqueeze(-1), squares, 0).sum(-2)
+        variance = variance / count.sum(-1, keepdim=True).clamp_min(1)
+        return ClusteredMoments(count, mean_key, mean_value, covariance.squeeze(-3), variance, part.to(torch.int16))
 
     def terms(self, seen: Seen, state: ClusteredMoments) -> Terms:
         dtype = seen.queries.dtype
@@ -295,29 +294,29 @@ class ScanRegression(Residual):
         return accounting.Terms((weights @ members) @ mean_value + along * slope, weights.sum(-1), shift)
 
     def summary_bytes(self, step: Step) -> float:
-        """Mean values, counts, C, the values' variance, and with several clusters a byte or two for the cluster of
-        every token.
+        """Returns the bytes of mean values, counts, C, the variance of values, and with several clusters one or two for
+        the cluster of every token.
         """
         cluster = 0 if self.clusters == 1 else 1 if self.clusters <= 2**8 else 2
         return BFLOAT16 * (step.width + self.clusters) * (step.width + 1) + cluster * step.tokens
 
     def kept_bytes(self, step: Step) -> float:
-        """Adds mean keys, for tokens that join."""
+        """Adds mean keys, for `update`."""
         return self.summary_bytes(step) + BFLOAT16 * self.clusters * step.width
 
 
 @dataclass(frozen=True)
 class GroupSums(Residual):
-    """Every unread token has the score of its cluster: centroids with counts and value sums, less the tokens that were
-    read (RetroInfer's estimation zone, arXiv 2505.02922).
+    """Gives every unread token the score of its cluster: centroids with counts and value sums, less the tokens that
+    were read (RetroInfer's estimation zone, arXiv 2505.02922).
 
-    For `WholeClusters`. Sums over unread tokens are formed here token by token, which is the same as the clusters' sums
-    less what was read.
+    For `WholeClusters`. The code sums over unread tokens, which equals the clusters' sums less the tokens that were
+    read.
     """
 
     title = "sums of pages or clusters"
     size: int | None = None
-    """Tokens of a cluster in the mean; a `Method` takes the selector's."""
+    """Mean number of tokens in a cluster; a `Method` takes that of its selector."""
     uses_scan = True
 
     def fitted(self, selector: Selector) -> GroupSums:
@@ -332,29 +331,29 @@ class GroupSums(Residual):
         return accounting.exact_terms(seen.scanned, seen.values, seen.unread)
 
     def summary_bytes(self, step: Step) -> float:
-        """Value sums and counts."""
+        """Returns the bytes of value sums and counts."""
         return BFLOAT16 * (step.width + 1) * -(-step.tokens // self.size)
 
 
 @dataclass(frozen=True)
 class QuantisedValues(Residual):
-    """Every unread token with the score that the selector saw and its own value, quantised: asymmetric, per token over
+    """Gives every unread token the score that the selector saw and its own quantised value: asymmetric, per token over
     groups of channels, as KIVI (arXiv 2402.02750) stores values. Every value is read, in bits / 8 D + 4 N bytes.
     """
 
     title = "quantised values"
     bits: int = 4
     group: int = 64
-    """Channels of a group, at most; D where it is less."""
+    """Channels of a group, at most D."""
     uses_scan = True
     holds_values = True
     limits = {"bits": 8, "group": None}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Codes:
-        channels = values.mT  # as `quantised` takes tokens
-        everyone = torch.ones(channels.shape[-2], dtype=torch.bool, device=values.device)
-        made = quantised(channels, everyone, min(self.group, len(everyone)), self.bits)
-        return Codes(*(x.mT.contiguous() for x in made))
+        channels = values.mT  # in place of the tokens that `quantised` takes
+        every_channel = torch.ones(channels.shape[-2], dtype=torch.bool, device=values.device)
+        codes = quantised(channels, every_channel, min(self.group, len(every_channel)), self.bits)
+        return Codes(*(x.mT.contiguous() for x in codes))
 
     def update(self, state: Codes, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Codes:
         return Codes(*appended(state, self.prepare(keys, values, joined), (start,) * 3))
@@ -370,19 +369,19 @@ class QuantisedValues(Residual):
 
 @dataclass(frozen=True)
 class ExactMass(Residual):
-    """The true mass in the direction of the mean value: SparQ's idea (arXiv 2312.04985) at its best, an oracle."""
+    """The true mass times the mean value, the best case of SparQ's idea (arXiv 2312.04985). An oracle."""
 
     title = "exact mass"
     oracle = True
 
     def fitted(self, selector: Selector) -> ExactMass:
-        """Raises ValueError for a selector that does not read every key: the mass is that of exact scores."""
+        """Raises ValueError for a selector that does not read every key, because the mass is that of exact scores."""
         if not selector.reads_keys:
             raise ValueError(f"ExactMass needs a selector that reads every key (TopK), not {type(selector).__name__}")
         return self
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean value [..., D] of the mid-region, and its tokens [...]."""
+        """Returns the mean value [..., D] of the mid-region and its number of tokens [...]."""
         weights = mid.expand(keys.shape[:-1]).to(values.dtype).unsqueeze(-1)
         return (weights * values).sum(-2) / weights.sum(-2).clamp_min(1), weights.sum((-2, -1))
 
@@ -396,7 +395,7 @@ class ExactMass(Residual):
         return mass._replace(numerator=mass.denominator.unsqueeze(-1) * state[0].unsqueeze(-2))
 
     def summary_bytes(self, step: Step) -> float:
-        """Returns the mean value; the mass is that of scores which the selector has computed."""
+        """Returns the bytes of the mean value; the mass is that of scores that the selector has computed."""
         return FLOAT32 * (step.width + 1)
 
 

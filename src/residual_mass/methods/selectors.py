@@ -1,4 +1,4 @@
-"""Selectors that read less than every key: scans of all tokens, whole pages and clusters, and selectors of selectors.
+"""Selectors that do not read every key: scans of all tokens, whole pages and clusters, and wrappers of other selectors.
 
 Shape letters: R = query rows sharing keys, L = keys, K = retrieved tokens, N = blocks or pages, S = tokens of
 a block, P = clusters, C = channels, D = head dimension.
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# ---- blocks of neighbouring rows: tokens of keys, or channels of values ----------------------------------------------
+# ---- blocks of adjacent rows: tokens of keys, or channels of values --------------------------------------------------
 
 
 def blocks_of(x: Tensor, size: int) -> Tensor:
-    """[..., L, C] -> [..., N, S, C], the last block filled up with zeros."""
+    """Splits rows into blocks: [..., L, C] -> [..., N, S, C], the last block padded with zeros."""
     return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
 
 
 def bounds_of(x: Tensor, members: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Returns least and largest of each block's `members` [..., L] bool of x [..., L, C], column by column: [..., N, C]
-    twice, zeros of a block that has none.
+    """Returns minima and maxima of x [..., L, C] over the rows `members` [..., L] bool of each block: [..., N, C]
+    twice, zeros for a block without members.
     """
     blocks, inside = blocks_of(x, size), blocks_of(members.unsqueeze(-1), size)
     low, high = torch.where(inside, blocks, torch.inf).amin(-2), torch.where(inside, blocks, -torch.inf).amax(-2)
@@ -41,11 +41,11 @@ class Codes(NamedTuple):
 
     codes: Tensor  # [..., L, D] uint8, from 0 to 2^bits - 1
     low: Tensor  # bfloat16, the value of code 0
-    step: Tensor  # bfloat16, the difference of neighbouring codes
+    step: Tensor  # bfloat16, the difference between the values of adjacent codes
 
 
 def quantised(x: Tensor, members: Tensor, size: int, bits: int) -> Codes:
-    """Quantises x [..., L, C] column by column over blocks, between their `bounds_of`."""
+    """Quantises x [..., L, C] column by column over blocks, between the limits of `bounds_of`."""
     low, high = bounds_of(x, members, size)
     low, most = low.bfloat16(), 2**bits - 1
     step = ((high - low.to(x.dtype)) / most).bfloat16()
@@ -61,27 +61,27 @@ def restored(state: Codes, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def appended(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> tuple[Tensor, ...]:
-    """Appends the parts of a later summary to the first `kept` rows of each part of an earlier one."""
+    """Appends the tensors of a later summary to the first `kept` rows of the tensors of an earlier one."""
     return tuple(torch.cat((old[..., :n, :], part), -2) for old, part, n in zip(state, new, kept, strict=True))
 
 
-# ---- scans of all tokens: what is left unread scores below the K-th best in the same scan ----------------------------
+# ---- scans of all tokens: unread tokens score below the K-th best in the same scan -----------------------------------
 
 
 @dataclass(frozen=True)
 class QuantisedScan(Selector):
-    """The K mid-region tokens of the highest scores with quantised keys, asymmetric and per channel over blocks of
-    tokens, as KIVI (arXiv 2402.02750) stores keys.
+    """Chooses the K mid-region tokens with the highest scores of quantised keys, asymmetric and per channel over blocks
+    of tokens, as KIVI (arXiv 2402.02750) stores keys.
 
-    It keeps the meaning of a threshold: what is left unread scores below the K-th best in the same scan. The tokens
-    chosen are then read exactly. A step reads bits / 8 D + 4 D / S bytes of each key.
+    The threshold keeps its meaning: unread tokens score below the K-th best in the same scan. The chosen tokens are
+    then read exactly. A step reads bits / 8 D + 4 D / S bytes of each key.
     """
 
     title = "scan of few bits"
     cuts = scans = True
     bits: int = 4
     block: int = 64
-    """S, tokens that share a scale; a whole block is quantised at once, so that tokens can be appended."""
+    """S, tokens that share a scale. An update quantises whole blocks."""
     limits = {"bits": 8, "block": None}
 
     @property
@@ -89,7 +89,7 @@ class QuantisedScan(Selector):
         return self.bits == 4
 
     def prepare(self, keys: Tensor, mid: Tensor) -> Codes:
-        """Anchors, which are always read, do not widen the range of a block."""
+        """Quantises keys. Anchors, which are always read, do not widen the range of a block."""
         return quantised(keys, mid, self.block, self.bits)
 
     def update(self, state: Codes, keys: Tensor, mid: Tensor, start: int) -> Codes:
@@ -106,8 +106,8 @@ class QuantisedScan(Selector):
 
 @dataclass(frozen=True)
 class Channels(Selector):
-    """The K mid-region tokens of the highest scores by the principal channels of the prompt's keys (Loki, arXiv
-    2406.02542, which takes the channels from other texts); SparQ (arXiv 2312.04985) takes channels of the query.
+    """Chooses the K mid-region tokens with the highest scores by the principal channels of the prompt's keys (Loki,
+    arXiv 2406.02542, takes the channels from other texts, and SparQ, arXiv 2312.04985, from the query).
     """
 
     title = "principal channels"
@@ -117,8 +117,8 @@ class Channels(Selector):
     limits = {"channels": None}
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
-        """Mean [..., D] of the mid-region, the eigenvectors [..., D, C] of its covariance with the largest eigenvalues,
-        and keys [..., L, C] from the mean on in that basis.
+        """Returns the mean key [..., D] of the mid-region, the eigenvectors [..., D, C] of its covariance with the
+        largest eigenvalues, and the centred keys [..., L, C] in that basis.
         """
         weights = mid.expand(keys.shape[:-1]).to(keys.dtype).unsqueeze(-1)
         mean = (weights * keys).sum(-2) / weights.sum(-2).clamp_min(1)
@@ -141,15 +141,14 @@ class Channels(Selector):
         return BFLOAT16 * (step.tokens * channels + step.width * (channels + 1))
 
 
-# ---- whole pages and clusters: what is left unread may score above what was read -------------------------------------
+# ---- whole pages and clusters: unread tokens may score above those read ----------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pages(Selector):
-    """Pages of neighbouring tokens in the order of Quest's upper bound of their scores (arXiv 2406.10774).
+    """Chooses pages of adjacent tokens in the order of Quest's upper bound of their scores (arXiv 2406.10774).
 
-    Pages are read whole until K tokens are; of the last one the first tokens. What is left unread may score above what
-    was read.
+    Whole pages are read up to K tokens, of the last page the first tokens. Unread tokens may score above those read.
     """
 
     title = "pages by bounds"
@@ -178,36 +177,36 @@ class Pages(Selector):
 
 @dataclass(frozen=True)
 class WholeClusters(Selector):
-    """k-means clusters of keys in the order of the scores of their mean keys, as RetroInfer (arXiv 2505.02922) and
-    Squeezed Attention (arXiv 2411.09688) choose tokens.
+    """Chooses k-means clusters of keys in the order of the scores of their mean keys, as RetroInfer (arXiv 2505.02922)
+    and Squeezed Attention (arXiv 2411.09688) do.
 
-    Clusters are read whole until K tokens are; of the last one the first tokens. What is left unread may score above
-    what was read.
+    Whole clusters are read up to K tokens, of the last cluster the first tokens. Unread tokens may score above those
+    read.
     """
 
     title = "whole clusters"
     scans = True
     size: int = 16
-    """Tokens of a cluster in the mean: P = ceil(|M| / size)."""
+    """Mean number of tokens in a cluster: P = ceil(|M| / size)."""
     recipe = 2
     limits = {"size": None}
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean keys [..., P, D], and the cluster [..., L, 1] int32 of every token; 0 outside the mid-region."""
+        """Returns mean keys [..., P, D] and every token's cluster [..., L, 1] int32, 0 outside the mid-region."""
         cluster, clusters = moments.clusters_of(keys, mid, self.size), -(-keys.shape[-2] // self.size)
         _, centroids = moments.centroids_of(keys, cluster, clusters)
         return centroids, cluster.clamp_min(0).int().unsqueeze(-1)
 
     def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Clusters the tokens from column `start` on by themselves, and adds those clusters to the others."""
+        """Clusters the tokens from column `start` on separately, and appends these clusters."""
         clusters = state[0].shape[-2]
         centroids, cluster = self.prepare(keys[..., start:, :], mid[..., start:])
         return appended(state, (centroids, cluster + clusters), (clusters, start))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         centroids, cluster = state
-        of_tokens = cluster.long().transpose(-1, -2).expand(scores.shape)
-        return whole_groups(queries @ centroids.transpose(-1, -2), of_tokens, scores, mid, k)
+        group = cluster.long().transpose(-1, -2).expand(scores.shape)
+        return whole_groups(queries @ centroids.transpose(-1, -2), group, scores, mid, k)
 
     def scan_bytes(self, step: Step) -> float:
         return BFLOAT16 * step.width * -(-step.tokens // self.size)
@@ -218,15 +217,15 @@ class WholeClusters(Selector):
 
 
 def whole_groups(group_scores: Tensor, group: Tensor, scores: Tensor, mid: Tensor, k: Tensor) -> Choice:
-    """Reads groups whole in the order of their scores, and within a group tokens as they come.
+    """Chooses whole groups in the order of their scores; of the last group, the first tokens.
 
     Args:
-        group_scores: [..., R, N]; of equal ones the first comes first.
-        group: [..., R, L] int64, of every token.
+        group_scores: [..., R, N]; of groups with equal scores, the first is chosen first.
+        group: [..., R, L] int64, the group of every token.
         scores, mid, k: as in `Selector.select`.
     """
     tokens, groups = scores.shape[-1], group_scores.shape[-1]
-    exact = torch.float32 if groups * tokens <= 2**24 else torch.float64  # holds the ranks as whole numbers
+    exact = torch.float32 if groups * tokens <= 2**24 else torch.float64  # represents all ranks exactly
     rank = group_scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).to(exact)
     order = (-tokens * rank).gather(-1, group) - torch.arange(tokens, device=scores.device, dtype=exact)
     read, _ = selection.unordered_topk(order, mid, k)
@@ -238,7 +237,7 @@ def whole_groups(group_scores: Tensor, group: Tensor, scores: Tensor, mid: Tenso
 
 @dataclass(frozen=True)
 class Wrapped(Selector):
-    """Keeps and reads what another selector does."""
+    """Base of selectors that use the summary of another one, `scan`."""
 
     scan: Selector
 
@@ -269,21 +268,21 @@ class Wrapped(Selector):
 
 @dataclass(frozen=True)
 class Reranked(Wrapped):
-    """The K best by exact scores among the K + margin best tokens of a scan.
+    """Chooses the K best tokens by exact scores among the K + margin best of a scan.
 
-    The threshold is the K-th best exact score. The tokens of the margin keep their exact scores in what was scanned.
+    The threshold is the K-th best exact score. In `Choice.scanned`, the K + margin tokens have their exact scores.
     """
 
     margin: int = 16
-    """Tokens whose keys a query head reads besides those of the budget."""
+    """Tokens whose keys a query head reads in addition to the budget."""
     limits = {"margin": None}
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         wider = self.scan.select(queries, scores, state, mid, k + self.margin, layout)
         candidates = wider.read.mask(scores.shape[-1])
         best = best_of(scores, candidates, k)
-        nothing = best_of(torch.where(candidates, scores, wider.scanned), mid, k)
-        return Choice(best.read, torch.where(k > 0, best.threshold, nothing.threshold), nothing.scanned)
+        mixed = best_of(torch.where(candidates, scores, wider.scanned), mid, k)
+        return Choice(best.read, torch.where(k > 0, best.threshold, mixed.threshold), mixed.scanned)
 
     def scan_bytes(self, step: Step) -> float:
         return self.scan.scan_bytes(step) + BFLOAT16 * step.width * step.heads * self.margin
@@ -291,8 +290,8 @@ class Reranked(Wrapped):
 
 @dataclass(frozen=True)
 class CacheOnly(Wrapped):
-    """What a scan keeps of the keys, in place of the keys: no token of the mid-region is read exactly, whatever the
-    budget. With `QuantisedValues` it is a quantised cache that every step reads whole, and no other is kept.
+    """Replaces the keys by the summary of a scan: at every budget, no token of the mid-region is read exactly. With
+    `QuantisedValues` it is a quantised cache, which every step reads whole, and the only one.
     """
 
     title = "quantised cache"
@@ -300,7 +299,7 @@ class CacheOnly(Wrapped):
 
     def __post_init__(self) -> None:
         if self.scan.reads_keys:
-            raise ValueError(f"CacheOnly needs a scan of what is kept in place of keys, not {type(self.scan).__name__}")
+            raise ValueError(f"CacheOnly needs a scan that does not read the keys, not {type(self.scan).__name__}")
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         return self.scan.select(queries, scores, state, mid, k * 0, layout)
@@ -308,8 +307,8 @@ class CacheOnly(Wrapped):
 
 @dataclass(frozen=True)
 class Rotated(Wrapped):
-    """A scan of keys and queries that are rotated first, which leaves their products as they are (QuaRot, arXiv
-    2404.00456): by Hadamard's matrix of the largest power of two that divides D, block by block.
+    """Rotates keys and queries before a scan, which does not change their products (QuaRot, arXiv 2404.00456): by the
+    Hadamard matrix of the largest power of two that divides D, block by block.
     """
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
@@ -323,7 +322,7 @@ class Rotated(Wrapped):
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """[..., D], by the fast Walsh-Hadamard transform."""
+    """Rotates x [..., D] by the fast Walsh-Hadamard transform."""
     width = x.shape[-1] & -x.shape[-1]
     blocks, half = x.unflatten(-1, (-1, width)), 1
     while half < width:
@@ -335,10 +334,10 @@ def _rotated(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PerGroup(Wrapped):
-    """The same K tokens for all query heads of a KV head, as serving engines read them: those with the largest share of
-    attention in a scan, summed over the heads, with softmax over the mid-region.
+    """Chooses the same K tokens for all query heads of a KV head, as serving engines do: those with the largest share
+    of attention by a scan, with softmax over the mid-region, summed over the heads.
 
-    What a head leaves unread may score above what it reads.
+    Unread tokens of a head may score above those that it reads.
     """
 
     title = "scan per KV group"

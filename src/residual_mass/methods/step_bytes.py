@@ -1,5 +1,5 @@
-"""Bytes that a decode step reads of a prompt and bytes that are kept of it, by method; likewise of the caches that the
-CPU kernels hold, for the methods that they serve.
+"""Bytes that a decode step reads of a prompt, and bytes that are kept of a prompt, by method; bytes that a step of the
+CPU kernels reads of their packed caches.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class StepBytes(NamedTuple):
     """
 
     scan: float  # to select
-    rows: float  # of the tokens that are read exactly: keys and values, or values where the selector has read all keys
-    summary: float  # what stands for the rest
+    rows: float  # of the tokens that are read exactly: keys and values, or values if the selector has read all keys
+    summary: float  # to estimate the unread tokens
 
     @property
     def total(self) -> float:
@@ -31,7 +31,7 @@ class KeptBytes(NamedTuple):
     """Bytes per KV head and layer that are kept of a prompt between steps, without weights and generated tokens."""
 
     cache: float  # keys and values in bfloat16 of the tokens that a step may read exactly
-    state: float  # what selector and residual keep besides, packed: codes at their bits, the rest as wide as it is read
+    state: float  # summaries of selector and residual: codes packed at their bits, other numbers as wide as a step's
 
     @property
     def total(self) -> float:
@@ -39,12 +39,12 @@ class KeptBytes(NamedTuple):
 
 
 def full_bytes(step: Step) -> int:
-    """Returns what full attention reads: all keys and values."""
+    """Returns the bytes that a step of full attention reads: all keys and values."""
     return 2 * BFLOAT16 * step.tokens * step.width
 
 
 def step_bytes(method: Method, step: Step) -> StepBytes:
-    """Returns what a step of a method reads of one KV head in one layer."""
+    """Returns the bytes that a step of a method reads of one KV head in one layer."""
     if method.selector is None:
         return StepBytes(0, full_bytes(step), 0)
     rows = BFLOAT16 * step.width * (step.anchors + step.retrieved)
@@ -56,7 +56,7 @@ def step_bytes(method: Method, step: Step) -> StepBytes:
 
 
 def kept_bytes(method: Method, step: Step) -> KeptBytes:
-    """Returns what a method keeps of a prompt for one KV head in one layer. Of the step, `retrieved` has no part."""
+    """Returns the bytes that a method keeps of a prompt for one KV head in one layer; `step.retrieved` is not used."""
     if method.selector is None:
         return KeptBytes(full_bytes(step), 0)
     cache = 2 * BFLOAT16 * step.width * step.anchors if method.selector.replaces_cache else full_bytes(step)
@@ -65,31 +65,31 @@ def kept_bytes(method: Method, step: Step) -> KeptBytes:
 
 
 def _maps_bytes(method: Method, step: Step, tokens: float) -> float:
-    """Returns the summary of learned maps and the features of so many tokens; 0 without maps."""
+    """Returns the bytes of the summary of learned maps and of the features of `tokens` tokens; 0 without maps."""
     summary = FLOAT32 * step.features * (step.width + 1) if method.needs_maps else 0
     return summary + feature_bytes(method, step, tokens)
 
 
 def feature_bytes(method: Method, step: Step, tokens: float) -> float:
-    """Returns the size of so many tokens' features of learned maps: a method that subtracts keeps those of all tokens
-    and reads those of the retrieved ones.
+    """Returns the bytes of the features of `tokens` tokens. A method that subtracts keeps the features of all tokens
+    and reads those of the retrieved tokens.
     """
     return FLOAT32 * step.features * tokens if method.subtracts else 0
 
 
 def bytes_per_verified_token(share: float, differences: float, most: int) -> tuple[float, int]:
-    """Returns what self-speculative decoding reads for a token of full attention, relative to what full attention
-    reads, and the length n of drafts that makes it least:
+    """Returns the bytes per token that self-speculative decoding reads, as a share of those of full attention, and the
+    draft length n that minimises them:
 
         min over n of (n b + 1) h / (1 - (1 - h)^(n + 1)).
 
-    A method drafts n tokens, a step of full attention reads them all at once, and every draft gives the tokens before
-    its first difference and one more.
+    A method drafts n tokens, and one step of full attention verifies them all. A draft gives the tokens before its
+    first difference and one more.
 
     Args:
-        share: b, what a draft step reads, as a share of what full attention reads.
+        share: b, the bytes that a draft step reads, as a share of those of full attention.
         differences: h, first differences per drafted token.
-        most: the longest draft, such as those that h was measured on. Without a draft, n = 0, the result is 1.
+        most: largest n, such as the length of the drafts that h was measured on. n = 0, no draft, gives 1.
     """
     agree = 1 - differences
     tokens = itertools.accumulate(range(1, most + 1), lambda before, n: before + agree**n, initial=1.0)
@@ -109,16 +109,16 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Packing:
-    """How the kernels hold a cache: bits of keys and clusters, as `LayerCache`."""
+    """Format of a packed cache: bits of keys and number of clusters, as in `LayerCache`."""
 
     bits: int
     clusters: int = 64
 
 
 def packing_of(method: Method) -> Packing | None:
-    """Returns how the kernels hold the cache of a method, None for a method that they do not serve.
+    """Returns the format of a method's packed cache, None for a method that the kernels do not support.
 
-    They serve full attention in bfloat16 and over an 8-bit cache, and the 4-bit scan, alone or with regression.
+    They support full attention in bfloat16 and over an 8-bit cache, and the 4-bit scan, alone or with regression.
     """
     selector, residual = method.selector, method.own
     if method.whole_prefix:
@@ -134,8 +134,8 @@ def packing_of(method: Method) -> Packing | None:
 
 
 def packed_bytes(packing: Packing, step: Step, generated: int = 0) -> int:
-    """Returns what a step reads of one KV head in one layer, as `LayerCache.read_bytes` counts it: blocks whole, or the
-    scan of planes, rows of the tokens that query heads choose, and what estimates the others; ends in float32.
+    """Returns the bytes that a step reads of one KV head in one layer, as `LayerCache.read_bytes` counts them: whole
+    blocks or, with planes, scan, chosen rows and the residual's summary; anchors and generated tokens in float32.
     """
     width, ends = step.width, 8 * step.width * (step.anchors + generated)
     blocks = -(-(step.tokens - step.anchors) // BLOCK)

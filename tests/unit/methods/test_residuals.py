@@ -379,9 +379,9 @@ class Newest(TopK):
         (WholeClusters(32), GroupSums(16), "has size=16, WholeClusters 32: leave it out of GroupSums"),
         (QuantisedScan(4), ExactMass(), "ExactMass needs a selector that reads every key .TopK., not QuantisedScan"),
         (None, ScanRegression(), "method 'mine' reads the whole prompt, which leaves nothing for a residual"),
-        (Pages(32), Moments(), "Moments needs a selector with cuts = True, which Pages has not"),
-        (PerGroup(QuantisedScan(4)), Moments(8), "Moments needs a selector with cuts = True, which PerGroup has not"),
-        (Newest(), ScanRegression(), "ScanRegression needs a selector with scans = True, which Newest has not"),
+        (Pages(32), Moments(), "Moments needs a selector with cuts = True, which Pages lacks"),
+        (PerGroup(QuantisedScan(4)), Moments(8), "Moments needs a selector with cuts = True, which PerGroup lacks"),
+        (Newest(), ScanRegression(), "ScanRegression needs a selector with scans = True, which Newest lacks"),
         (CacheOnly(QuantisedScan(4)), Moments(), "keeps no values: CacheOnly goes with QuantisedValues"),
         (CacheOnly(QuantisedScan(4)), Phi(), "keeps no values"),
         (CacheOnly(QuantisedScan(4)), None, "keeps no values"),
@@ -407,7 +407,7 @@ def test_a_residual_that_does_not_fit_its_selector_is_refused(
         (ArmSpec, ("full", 2.0), "arm 'full': full takes no budget_percent"),
         (ArmSpec, ("topk", 100.5), "budget_percent 100.5 is outside"),
         (ArmSpec, ("topk", 2.0, "2k"), "arm 'topk': uses no feature maps, but names '2k'"),
-        (CacheOnly, (TopK(),), "CacheOnly needs a scan of what is kept in place of keys, not TopK"),
+        (CacheOnly, (TopK(),), "CacheOnly needs a scan that does not read the keys, not TopK"),
     ],
 )
 def test_parameters_out_of_range_are_refused_in_one_line(kind: type, parameters: tuple[object, ...], line: str) -> None:
