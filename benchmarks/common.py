@@ -1,4 +1,4 @@
-"""Models, and alternating measurements of several ways to do one thing."""
+"""Models, and timings of several sides that take turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def random_llama(shape: str, dtype: str, device: torch.device) -> Backbone:
-    """A model with random weights and no end token; time and memory do not depend on the values."""
+    """Returns a model with random weights and no end token; time and memory do not depend on the weights."""
     config = SHAPES[shape]
     spec = BackboneSpec(
         name=shape, study="benchmark", model_id=shape, revision="random", source="random", dtype=dtype,
@@ -45,12 +45,12 @@ def random_llama(shape: str, dtype: str, device: torch.device) -> Backbone:
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None
-    nothing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # token ids are drawn
-    return Backbone(spec, model.eval().requires_grad_(False), nothing, identity=shape)
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # token ids are drawn
+    return Backbone(spec, model.eval().requires_grad_(False), empty, identity=shape)
 
 
 def alternate(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side per round, after one unmeasured round; sides take turns, so that drift hits all."""
+    """Returns seconds of each side per round, after one warm-up round; sides take turns, so that drift affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(rounds + 1):
         for name, run in sides.items():
@@ -62,7 +62,7 @@ def alternate(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 
 
 def report(title: str, seconds: dict[str, list[float]]) -> None:
-    """One line per side (median and range, milliseconds), and of two sides the ratio of the medians."""
+    """Prints one line per side (median and range in milliseconds), and the ratio of the medians if there are two."""
     print(title)
     medians = {}
     for name, values in seconds.items():

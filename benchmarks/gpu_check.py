@@ -1,13 +1,12 @@
-"""What a GPU does with this project, as a snapshot: ceilings, kernels, whole steps and their floor, an evaluation's
+"""Measures this project on a GPU and writes a snapshot: ceilings, kernels, whole steps and their floor, an evaluation's
 decoding, training passes, and the tests that need a GPU.
 
 It needs torch, triton, transformers, safetensors and numpy, and nothing else: no network, no installation. Weights are
 random at the exact shapes of Llama-3.2, since times do not depend on their values. Every part (`gpu_parts.py`) runs in
-a process of its own and under a time limit, for after a fault on the device nothing works any more in the process that
-met it. A part that fails is named in the snapshot, with what it had found until then, and the exit status is 1. The
-snapshot is written anew after every part. With --only, parts that are measured replace theirs in the snapshot of this
-device in --out, and the others stay as they were, so that several short runs make up a whole one. With --device cpu the
-same parts run on a tiny model: a check of this check.
+a process of its own, because a fault on the device breaks the process, and has a time limit. If a part fails, the
+snapshot has its name and its output until then, and the exit status is 1. The snapshot is rewritten after every part.
+With --only, the measured parts replace those in the snapshot of this device in --out, and other parts stay, so that
+several short runs make up a whole one. With --device cpu, the same parts run on a tiny model, to check this check.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from residual_mass.files import write_text
 PARTS = Path(__file__).with_name("gpu_parts.py")
 ROOT = Path(__file__).parents[1]
 MINUTES = 27
-"""For all parts together; what has not started by then is left out, and what runs is ended."""
+"""Minutes for all parts together; after them, the running part is ended, and the others are left out."""
 LATE = 2.5
-"""A part is ended after so many times what it is expected to take."""
+"""Time limit of a part, as a multiple of its expected time."""
 KILL_SECONDS = 10
-"""For a part to go after it was killed."""
+"""Seconds to wait for a part after it was killed."""
 LOG_LINES = 25
-"""Of what a part that failed wrote to its error stream."""
+"""Last lines of a failed part's error stream that the snapshot shows."""
 PLACES = "--contexts 4k 16k 64k --batches 1 8"
 PLANS = {
     "cuda": (
@@ -67,7 +66,7 @@ PLANS = {
         ("prototype-tiny", 75, "--shape tiny --contexts 4k"),
     ),
 }
-"""Name, expected seconds and flags of each part, the most telling first: at the end, time may have run out."""
+"""Name, expected seconds and flags of each part, the most important first, because time may run out."""
 
 
 class Part(NamedTuple):
@@ -80,16 +79,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part; `failure` is empty where all went well, `log` the end of its error stream."""
+    """Outcome of a part. `failure` is empty if it succeeded; `log` is the end of its error stream."""
 
     name: str
     text: str
     failure: str
     log: str
     seconds: float
-    """0 of one that was not started."""
+    """0 if the part was not started."""
     facts: str = ""
-    """Of device and versions, as the part `about` tells them."""
+    """Device and versions, as the part `about` prints them."""
 
 
 def main() -> None:
@@ -111,11 +110,11 @@ def main() -> None:
     failed = False
     for outcome in run_parts(parts, 60 * options.minutes - about.seconds, facts):
         failed |= bool(outcome.failure)
-        if outcome.seconds or outcome.name not in found:  # what was measured earlier is not lost to a lack of time
+        if outcome.seconds or outcome.name not in found:  # a part without time left keeps its earlier outcome
             found[outcome.name] = outcome
         print(f"{outcome.name}: {outcome.failure or 'done'}, {outcome.seconds:.0f} s", file=sys.stderr)
         outcomes = [found[one.name] for one in plan if one.name in found]
-        write_snapshot(options.out, device, facts, outcomes)  # what was measured outlives whatever comes next
+        write_snapshot(options.out, device, facts, outcomes)  # a later crash loses nothing
     sys.exit(int(failed))
 
 
@@ -125,10 +124,10 @@ def part(device: str, name: str, expected: float, flags: str) -> Part:
 
 
 def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    """The parts of these names, or of names that begin with these words; all where there are none.
+    """Returns the parts with these names, or whose names begin with these words; all parts if none are given.
 
     Raises:
-        SystemExit: no part is called so.
+        SystemExit: no part has such a name.
     """
     names = {one.name: {one.name, one.name.partition("-")[0]} for one in parts}
     for word in only:
@@ -140,7 +139,7 @@ def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
 
 
 def run_parts(parts: Iterable[Part], seconds: float, facts: str = "") -> Iterator[Outcome]:
-    """One after the other, whatever became of those before, until the time is over."""
+    """Runs parts one after the other until the time is over, even if earlier parts failed."""
     ends = time.monotonic() + seconds
     for one in parts:
         left = ends - time.monotonic()
@@ -151,7 +150,7 @@ def run_parts(parts: Iterable[Part], seconds: float, facts: str = "") -> Iterato
 
 
 def run_part(one: Part, facts: str = "") -> Outcome:
-    """A part in a process of its own, which is ended with all that it started when its time is over."""
+    """Runs a part in a process of its own. When its time is over, it is ended with all of its child processes."""
     started = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as said:
         process = subprocess.Popen(one.command, stdout=out, stderr=said, start_new_session=True)
@@ -160,13 +159,13 @@ def run_part(one: Part, facts: str = "") -> Outcome:
             if status := process.wait(one.seconds):
                 failure = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         except subprocess.TimeoutExpired:
-            failure = f"ended after {one.seconds:.0f} s, which were all it had"
+            failure = f"ended after {one.seconds:.0f} s, its time limit"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 try:
                     process.wait(KILL_SECONDS)
-                except subprocess.TimeoutExpired:  # as may be in a faulty driver
+                except subprocess.TimeoutExpired:  # possible with a faulty driver
                     failure += ", and could not be ended"
         out.seek(0)
         said.seek(0)
@@ -176,7 +175,7 @@ def run_part(one: Part, facts: str = "") -> Outcome:
 
 
 def _without_places(log: str) -> str:
-    """A log with files named as on any machine: snapshots are published."""
+    """Replaces folders of this machine in a log, because snapshots are published."""
     for place, name in ((sys.prefix, "(python)"), (sys.base_prefix, "(python)"), (ROOT, "."), (Path.home(), "~")):
         if str(place) != "/":
             log = re.sub(rf"{re.escape(str(place))}(?=/|\b)", name, log)
@@ -190,7 +189,7 @@ def write_snapshot(out: Path, device: str, facts: str, outcomes: Sequence[Outcom
 
 
 def read_outcomes(out: Path, device: str) -> dict[str, Outcome]:
-    """The parts of a snapshot by name; none where there is no snapshot."""
+    """Returns the parts of a snapshot by name; none if there is no snapshot."""
     path = _file(out, device, ".json")
     if not path.exists():
         return {}
@@ -202,7 +201,7 @@ def _file(out: Path, device: str, end: str) -> Path:
 
 
 def snapshot(device: str, facts: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The lines of the Markdown file."""
+    """Yields the lines of the Markdown file."""
     yield from (f"# {device}", "", facts, "", "| part | result | s |", "|---|---|---|")
     for outcome in outcomes:
         result = (outcome.failure or "done") + (", earlier" if outcome.facts != facts else "")

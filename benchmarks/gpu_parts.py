@@ -1,4 +1,4 @@
-"""The parts of `gpu_check.py`, one to a process: each prints its section as Markdown, line by line as it comes."""
+"""The parts of `gpu_check.py`: each runs in its own process and prints its section as Markdown, line by line."""
 
 from __future__ import annotations
 
@@ -42,35 +42,35 @@ from residual_mass.study.specs import RuntimeSpec
 ROOT = Path(__file__).parents[1]
 ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0
 OWN = ("topk_moments", "scan4_moments")
-"""Methods that the paper lacks: the least that a step can add without training, and the fewest bytes of keys."""
+"""Methods that the paper lacks: the cheapest residual without training, and the fewest bytes of keys."""
 ARMS = [ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS[1:] for budget in (0.5, 1.0, 2.0, 4.0))]
-"""Those of the paper's study."""
+"""Arms of the paper's study."""
 SIDES = ("kernels", "graphs", "torch")
 FEW_TOKENS, MANY_TOKENS, ROUNDS = 2, 34, 3
-"""Generated tokens of an evaluation's two runs, whose difference is decoding alone, and how often it is measured."""
+"""Generated tokens of an evaluation's two runs, whose difference is only decoding, and the number of rounds."""
 GPU_TESTS = (
     "tests/unit/core/test_fused_triton.py", "tests/unit/model/test_gpu.py", "tests/unit/runtime/test_decoders.py",
     "tests/unit/runtime/test_latencies.py", "tests/unit/training/test_training_on_gpu.py",
 )  # fmt: skip
-"""Those that need no package but the few that this check needs, and pytest."""
+"""Tests that need only pytest and the packages of this check."""
 GPU_TESTS_WITH_PANDAS = ("tests/unit/diagnostics/test_capture_on_gpu.py",)
 KERNEL_GAP = 2e-3
-"""Kernels against the torch path, relative l1 of a layer's output. Both sum products of the same numbers in float32,
-which leaves some 1e-6. Now and then two keys tie for the last place within that rounding and the sides take different
-ones: one head of many then moves by the weight of one token, a few percent of its output at most."""
+"""Allowed difference of kernels from the torch path, relative l1 of a layer's output. Both sum products of the same
+numbers in float32, which differ by some 1e-6. Sometimes two keys tie for the last place within that rounding, and the
+sides choose different keys: one head of many then changes by the weight of one token, at most a few percent."""
 FLOAT32_GAP = 5e-3
-"""Logits of whole steps in float32: the same in one or two of some 500 heads. A column that is missed or read twice
-moves every head of every layer by as much."""
+"""Allowed difference of logits of whole steps in float32, where such ties change one or two of some 500 heads. A column
+that is missed or read twice changes every head of every layer by as much."""
 ROUNDING = 2.0
-"""In bfloat16 all sides round every activation. The torch path's own distance from float32 says what such rounding does
-to the logits of this very model; twice that is not exceeded by rounding alone, while a wrong mask, position or column
-moves logits by their own size."""
+"""Allowed difference in bfloat16, as a multiple of the torch path's own distance from float32, which measures the
+effect of rounding every activation in this model. Rounding alone does not exceed twice that distance, while a wrong
+mask, position or column changes logits by their own size."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parts: dict[str, Callable[[argparse.Namespace], Iterator[str]]] = {
-        one.__name__: one for one in (about, ceilings, kernels, agreement, steps, prototype, tests, evaluation)
+        part.__name__: part for part in (about, ceilings, kernels, agreement, steps, prototype, tests, evaluation)
     }
     parser.add_argument("part", choices=[*parts, "training"])
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
@@ -87,7 +87,7 @@ def main() -> None:
         whole_passes(backbone_of(options), tokens_of(options.contexts[0]), rounds=2)
     else:
         for line in parts[options.part](options):
-            print(line, flush=True)  # what came before a failure stays
+            print(line, flush=True)  # lines before a failure are kept
 
 
 def backbone_of(options: argparse.Namespace) -> Backbone:
@@ -130,7 +130,7 @@ def ceilings(options: argparse.Namespace) -> Iterator[str]:
 
 @torch.no_grad()
 def kernels(options: argparse.Namespace) -> Iterator[str]:
-    """What one layer does in a step: every context with one row, the longest with each batch."""
+    """Times of one layer in a step: every context with one row, the longest with each batch."""
     yield "Milliseconds of single calls as a CUDA graph, median (fastest to slowest of 15), with a cold L2 cache:"
     yield "before each call a buffer four times its size is read, as in a step other layers' buffers and weights are."
     yield "What a kernel that does nothing takes (see above) is part of every time."
@@ -146,10 +146,10 @@ def kernels(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.device) -> dict[str, str]:
-    """Times by part.
+    """Returns times by part.
 
     Raises:
-        ValueError: the kernels' output is not the torch path's.
+        ValueError: the kernels' output differs from the torch path's.
     """
     shape = replace(HeadShape.of(config), layers=1)
     heads, kv_heads, d = shape.query_heads, shape.kv_heads, shape.head_dim
@@ -163,24 +163,24 @@ def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.dev
     k = retrieved_count(BUDGET, length, ANCHORS.sink + ANCHORS.tail)
     common = {"k": k, "sink": ANCHORS.sink, "tail": ANCHORS.tail, "generated": 16, "scale": d**-0.5}
     generated = torch.full((1,), 16, dtype=torch.int32, device=device)  # where the kernels of a decoder read it
-    one = query.squeeze(2)
+    newest = query.squeeze(2)
 
     def full() -> list[float]:
         return cold_ms(lambda: F.scaled_dot_product_attention(query, keys, values, enable_gqa=True), device)
 
-    found = with_each(kernels_on(device), full) or {"torch's attention": full()}
+    by_kernel = with_each(kernels_on(device), full) or {"torch's attention": full()}
     times = {"K": str(k)}
-    times |= {f"full: {name}": "not available" if ms is None else _spread(ms, 4) for name, ms in found.items()}
+    times |= {f"full: {name}": "not available" if ms is None else _spread(ms, 4) for name, ms in by_kernel.items()}
     for method in ("topk", "topk_phi", *OWN):
         rule = method_named(method)
         cache = prepared(bare, rule, key_map if rule.needs_maps else None, ANCHORS)
         log_query = map_heads(query_map, query).squeeze(2) if rule.needs_maps else None
         fast, settings = decode_attention_for(cache, heads), common | {"subtracts": rule.subtracts}
-        step = in_torch = partial(torch_path.decode_attention, one, cache, log_query, **settings)
+        step = in_torch = partial(torch_path.decode_attention, newest, cache, log_query, **settings)
         if fast is not torch_path.decode_attention:
-            step = partial(fast, one, cache, log_query, **settings | {"generated": generated})
-        gap = _gap(step(), torch_path.decode_attention(one.float(), cache, log_query, **settings))
-        if not gap <= KERNEL_GAP:  # a NaN is not
+            step = partial(fast, newest, cache, log_query, **settings | {"generated": generated})
+        gap = _gap(step(), torch_path.decode_attention(newest.float(), cache, log_query, **settings))
+        if not gap <= KERNEL_GAP:  # refuses NaN, too
             raise ValueError(f"{method}: the kernels' output is not the torch path's, {gap:.1e} at {length} tokens")
         times[f"{method}: difference from the torch path, relative l1"] = f"{gap:.1e}"
         times[f"{method}: the kernels, without phi_q"] = _spread(cold_ms(step, device), 4)
@@ -223,7 +223,7 @@ def agreement(options: argparse.Namespace) -> Iterator[str]:
 def _logits(
     model: PreTrainedModel, prompt: list[int], method: str, k: int, phi: PhiMaps, count: int, side: str
 ) -> Tensor:
-    """Logits after so many greedy steps, which begin with the prompt's first token."""
+    """Returns logits after `count` greedy steps, which begin with the prompt's first token."""
     read = prefill(model, [prompt])
     decoder = StaticDecoder(model, fill_buffers([Prefill(read.layers)], count), method, k, ANCHORS, phi, count)
     if side == "graphs":
@@ -235,7 +235,7 @@ def _logits(
 
 
 def steps(options: argparse.Namespace) -> Iterator[str]:
-    """Latencies as of the runtime stage, and the floor: the time that a step's bytes take at the speed of a copy."""
+    """Latencies as in the runtime stage, and the floor: the time that a step's bytes take at the speed of a copy."""
     return _steps(options, "fused", OWN, repeats=3)
 
 
@@ -259,7 +259,7 @@ def _steps(options: argparse.Namespace, side: Implementation, own: tuple[str, ..
 
 
 def tests(options: argparse.Namespace) -> Iterator[str]:
-    """The tests that need a GPU, where pytest is installed.
+    """The tests that need a GPU, if pytest is installed.
 
     Raises:
         ValueError: one failed.
@@ -276,7 +276,7 @@ def tests(options: argparse.Namespace) -> Iterator[str]:
 
 
 def evaluation(options: argparse.Namespace) -> Iterator[str]:
-    """The paper's arms from one shared prefix."""
+    """Decoding of the paper's arms from one shared prefix."""
     context, on_gpu = options.contexts[-1], options.device.type == "cuda"
     backbone = backbone_of(options)
     phi = PhiMaps(backbone.shape, MAP, {"model_id": backbone.spec.model_id, "revision": "random"}).requires_grad_(False)
@@ -292,7 +292,7 @@ def evaluation(options: argparse.Namespace) -> Iterator[str]:
         engine.generate([prompt], tokens)
         reading.append(engine.work.prefill_seconds)
         decoding[tokens].append(engine.work.decode_seconds)
-    del reading[0], decoding[FEW_TOKENS][0]  # slower
+    del reading[0], decoding[FEW_TOKENS][0]  # warm-up
     few, many = (statistics.median(seconds) for seconds in decoding.values())
     per_token = (many - few) / (MANY_TOKENS - FEW_TOKENS)
     before = few - (FEW_TOKENS - 1) * per_token
@@ -303,11 +303,11 @@ def evaluation(options: argparse.Namespace) -> Iterator[str]:
 
 
 def cold_ms(work: Callable[[], object], device: torch.device, rounds: int = 15) -> list[float]:
-    """Milliseconds of single calls, each after a read of more than the L2 cache holds."""
+    """Returns milliseconds of single calls, each after a read of more than the L2 cache holds."""
     on_gpu = device.type == "cuda"
     run = _recorded(work) if on_gpu else work
-    held = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 2**20
-    flushed = torch.zeros(held, device=device)  # of four bytes each: four times the cache
+    cached = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 2**20
+    flushed = torch.zeros(cached, device=device)  # of four bytes each: four times the cache
     times = []
     for _ in range(rounds + 3):
         flushed.sum()  # reads leave nothing to be written back during the call
@@ -316,7 +316,7 @@ def cold_ms(work: Callable[[], object], device: torch.device, rounds: int = 15) 
 
 
 def _recorded(work: Callable[[], object]) -> Callable[[], None]:
-    """The work as a CUDA graph: while the cache is flushed the host has long launched it."""
+    """Returns the work as a CUDA graph, which the host launches while the cache is still flushed."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -344,7 +344,7 @@ def _spread(values: list[float], decimals: int) -> str:
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:
-    """Relative l1."""
+    """Returns the relative l1 difference."""
     return float((ours.float() - theirs.float()).abs().sum() / theirs.float().abs().sum())
 
 

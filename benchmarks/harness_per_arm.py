@@ -1,5 +1,5 @@
-"""All arms from one prefill as one batch, against one run of lm-eval's own Hugging Face model per arm; equal texts and
-scores.
+"""Compares the time of decoding all arms as one batch from one prefill with one run of lm-eval's own Hugging Face model
+per arm. Texts and scores must be equal.
 
 Both sides get the same RULER examples and the harness's own limits on generated tokens. The harness side is the usual
 way to evaluate a decoding method: `HFLM` over the patched model, once for every method and budget.
@@ -26,7 +26,7 @@ from residual_mass.model.phi_maps import PhiMaps
 
 ARMS = [ArmSpec("full")] + [ArmSpec(m, b) for m in ("topk", "topk_phi", "topk_phi_nosub") for b in (2.0, 4.0, 8.0)]
 Answers = list[list[tuple[str, float]]]
-"""Text and score by arm, then by task and example."""
+"""Texts and scores by arm, then by task and example."""
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Answers:
-    """What `generate` and `score` do with prompts that fit into one batch."""
+    """Answers as `generate` and `score` do, with prompts that fit into one batch."""
     engine = SharedPrefillEngine(backbone, ARMS, AnchorSpec(), phi, nominal_length=None)
     examples = [(task, doc) for task, of_task in docs.items() for doc in of_task]
     requests = [request for task, of_task in docs.items() for request in harness_requests("ruler", task, of_task)]
@@ -77,7 +77,7 @@ def together(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> An
 
 
 def per_arm(backbone: Backbone, phi: PhiMaps, docs: dict[str, list[Doc]]) -> Answers:
-    """The harness, once for every arm."""
+    """Answers by the harness, in one run for every arm."""
     from lm_eval import evaluator
     from lm_eval.models.huggingface import HFLM
 

@@ -1,14 +1,14 @@
-"""What a decode step on a CPU costs by cache and method, and how far its next token is from full attention's.
+"""Costs of a decode step on a CPU by cache and method, and the distance of its next token from full attention.
 
 Each prompt is read once, and every side continues it by the same tokens: held-out text by its own, a RULER prompt by
 its answer. Prints a table by context length: milliseconds of a step of `model.generate` on the first prompt (the
-median, and the fastest, which other work disturbs least; sides in turn), memory of the cache, what a step reads of it,
-and by text the mean KL divergence in nats from full attention in float32, with the 9th decile over the tokens of all
-texts. Methods under `transformers` run in torch, on exact keys and values of float32; their memory and reads are
-counted for packed ones in bfloat16.
+median, and the fastest, which other work disturbs least; sides take turns), memory of the cache, the bytes that a step
+reads of it, and by text the mean KL divergence in nats from full attention in float32, with the 9th decile over the
+tokens of all texts. Methods under `transformers` run in torch, on exact keys and values in float32; their memory and
+reads are counted as in a packed cache in bfloat16.
 
-With `--synthetic` keys and values are random ones of a long context, which is not read, and only costs are printed.
-With `--layer` those of one layer's attention alone are timed, and no model is loaded.
+With `--synthetic`, keys and values are random, no context is read, and only costs are printed. With `--layer`, only one
+layer's attention is timed, and no model is loaded.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, default=Path("results/assets"))
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])
     parser.add_argument("--texts", nargs="+", default=["books", "code", "wiki", "ruler"])
-    parser.add_argument("--prompts", type=int, default=2, help="of each text; of RULER of each of three tasks")
+    parser.add_argument("--prompts", type=int, default=2, help="of each text; for RULER, of each of three tasks")
     parser.add_argument("--methods", nargs="+", default=["scan4_regression_64"])
     parser.add_argument("--budgets", type=float, nargs="+", default=[2.0, 4.0], help="percent")
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=3, help="that are timed; 0 for none")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds; 0 times nothing")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-torch", action="store_true", help="only packed caches, and transformers' full attention")
-    parser.add_argument("--synthetic", action="store_true", help="random keys and values, and costs alone")
-    parser.add_argument("--layer", action="store_true", help="one layer's attention alone, on random keys and values")
+    parser.add_argument("--no-torch", action="store_true", help="only packed caches and transformers' full attention")
+    parser.add_argument("--synthetic", action="store_true", help="random keys and values, and only costs")
+    parser.add_argument("--layer", action="store_true", help="only one layer's attention, on random keys and values")
     parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64], help="for --layer: query heads, KV heads, D")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -75,9 +75,9 @@ def main() -> None:
 
 
 def layers(sides: list[Side], options: Any) -> None:
-    """Prints microseconds of one layer's attention by context length, the median and the fastest. Before every call
-    128 MiB of other numbers are read, which leaves none of the layer in the processor's caches, and a short layer,
-    which brings back the code.
+    """Prints microseconds of one layer's attention by context length, the median and the fastest. Before every call,
+    128 MiB of other numbers are read, which evict the layer from the processor's caches, and a short layer is run,
+    which loads the code again.
     """
     head = ["cache", "method", *(f"{length:,}" for length in options.lengths)]
     print(f"{options.heads} query heads, KV heads and width, {options.threads} threads\n")
@@ -91,16 +91,16 @@ def layers(sides: list[Side], options: Any) -> None:
             short = layer(side, 256, options.heads)
             calls[f"before {side}"] = lambda short=short: (others.sum(), short())
             calls[str(side)] = layer(side, length, options.heads)
-        found = alternate(calls, options.rounds)
+        timings = alternate(calls, options.rounds)
         for side in sides:
-            seconds[side].append(found[str(side)])
+            seconds[side].append(timings[str(side)])
     for side in sides:
         cells = [f"{1e6 * statistics.median(took):.0f} ({1e6 * min(took):.0f})" for took in seconds[side]]
         print(f"| {' | '.join(['packed' if side.packed else 'SDPA, float32', side.name, *cells])} |")
 
 
 def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
-    """A step of one layer over random keys and values."""
+    """Returns a function that runs a step of one layer over random keys and values."""
     query_heads, heads, width = sizes
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, heads, length, width, generator=draw) for _ in range(2))
@@ -127,8 +127,8 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
             break
         reference = forced(backbone, continued, sides[0], filled(backbone, read, sides[0]))
         for side in sides[1:]:
-            found = forced(backbone, continued, side, filled(backbone, read, side))
-            kl = (reference.exp() * (reference - found)).sum(-1)
+            estimate = forced(backbone, continued, side, filled(backbone, read, side))
+            kl = (reference.exp() * (reference - estimate)).sum(-1)
             distances[side].setdefault(name, []).append(kl)
     columns = list(distances[sides[-1]])
     head = ["cache", "method", "ms a step (fastest)", "MiB kept", "MiB read a step"]
@@ -137,34 +137,34 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
     print(f"\n{length} tokens, {options.threads} threads\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for side in sides:
         steps, kept, reads = costs[side]
-        found = [torch.cat(distances[side][name]) if side is not sides[0] else torch.zeros(1) for name in columns]
+        by_text = [torch.cat(distances[side][name]) if side is not sides[0] else torch.zeros(1) for name in columns]
         cells = ["packed" if side.packed else "transformers", side.name, steps]
-        cells += [f"{kept / 2**20:.1f}", f"{reads / 2**20:.1f}", *(f"{kl.mean():.1e}" for kl in found)]
+        cells += [f"{kept / 2**20:.1f}", f"{reads / 2**20:.1f}", *(f"{kl.mean():.1e}" for kl in by_text)]
         if columns:
-            cells.append(f"{torch.cat(found).quantile(0.9):.1e}")
+            cells.append(f"{torch.cat(by_text).quantile(0.9):.1e}")
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def prompts(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[str, tuple[Prefill, Tensor]]]:
-    """Yields the name of a text, a prompt of it that was read, and the tokens [1, T] that continue it."""
+    """Yields the name of a text, the prefill of one of its prompts, and the tokens [1, T] that continue it."""
     for name in options.texts:
         if name == "ruler":
             data = assets_data(options.assets)
-            found = []
+            documents = []
             for task in RULER_TASKS:
                 for doc in build_examples(task, backbone.tokenizer, length, options.prompts, 0, data):
                     answer = " " + ", ".join(doc["outputs"])
                     ids = encode(backbone.tokenizer, f"{doc['input']} {doc.get('gen_prefix', '')}".rstrip())
-                    found.append((ids, backbone.tokenizer(answer, add_special_tokens=False).input_ids))
+                    documents.append((ids, backbone.tokenizer(answer, add_special_tokens=False).input_ids))
         else:
             corpus = held_out_corpus(name, backbone.tokenizer, length + options.steps, 0, options.assets)
-            found = [(ids[:length], ids[length:]) for ids in corpus.disjoint(options.prompts)]
-        for ids, more in found:
-            yield name, (prefill(backbone.model, [ids]), torch.tensor([more[: options.steps]]))
+            documents = [(ids[:length], ids[length:]) for ids in corpus.disjoint(options.prompts)]
+        for ids, following in documents:
+            yield name, (prefill(backbone.model, [ids]), torch.tensor([following[: options.steps]]))
 
 
 def read_of(backbone: Backbone, length: int) -> tuple[Prefill, Tensor]:
-    """Random keys and values in place of a prompt's, and no tokens to go on with."""
+    """Returns random keys and values in place of a prompt's, and no tokens that continue it."""
     shape, draw = backbone.shape, torch.Generator().manual_seed(0)
     size = (1, shape.kv_heads, length, shape.head_dim)
     layers = {n: (torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for n in range(shape.layers)}
@@ -172,17 +172,17 @@ def read_of(backbone: Backbone, length: int) -> tuple[Prefill, Tensor]:
 
 
 def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) -> dict[Side, tuple[str, float, float]]:
-    """Milliseconds of a step as printed, and bytes that are kept and that a step reads, by side; sides take turns."""
+    """Returns by side the printed milliseconds of a step, the bytes kept, and the bytes read; sides take turns."""
     steps: dict[Side, list[float]] = {side: [] for side in sides}
     for _ in range(rounds):
         for side in sides:
             steps[side] += timed(backbone.model, side, filled(backbone, read, side), 16)
     length, shape = read.layers[0][0].shape[2], backbone.shape
-    found = {}
+    costs = {}
     for side in sides:
         if side.packed:
             cache = filled(backbone, read, side)
-            timed(backbone.model, side, cache, 1)  # which sets how many tokens are chosen
+            timed(backbone.model, side, cache, 1)  # sets the number of chosen tokens
             group = shape.query_heads // shape.kv_heads
             kept, reads = cache.nbytes, sum(layer.packed.read_bytes(group) for layer in cache.layers)
         else:
@@ -190,15 +190,15 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
             step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, ANCHORS.sink + ANCHORS.tail, k, 0)
             step = step._replace(retrieved=most_retrieved(side.method, k, step))
             heads = shape.layers * shape.kv_heads
-            wide = 2 if side is sides[0] else 1  # it is not of bfloat16
+            wide = 2 if side is sides[0] else 1  # full attention's cache is in float32
             kept, reads = (wide * heads * count(side.method, step).total for count in (kept_bytes, step_bytes))
         took = [1000 * seconds for seconds in steps[side]]
-        found[side] = f"{statistics.median(took):.1f} ({min(took):.1f})" if took else "", kept, reads
-    return found
+        costs[side] = f"{statistics.median(took):.1f} ({min(took):.1f})" if took else "", kept, reads
+    return costs
 
 
 def filled(backbone: Backbone, read: Prefill, side: Side) -> Any:
-    """A cache that holds the prompt."""
+    """Returns a cache that holds the prompt."""
     if side.packed:
         cache = PackedCache(backbone.model, side.method)
         PackedSession(make_arm(side.method, side.budget), ANCHORS, cache).take(read)
@@ -211,7 +211,7 @@ def filled(backbone: Backbone, read: Prefill, side: Side) -> Any:
 
 @torch.no_grad()
 def forced(backbone: Backbone, tokens: Tensor, side: Side, cache: Any) -> Tensor:
-    """Log probabilities after each of the tokens that the model is given one by one, [T, V]."""
+    """Returns log probabilities [T, V] after each token, with the tokens given to the model one by one."""
     logits = []
     with partial_kv(backbone.model, side.method, side.budget, cache=cache if side.packed else None) as session:
         if not side.packed:  # as if the prompt had been read here

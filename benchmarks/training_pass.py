@@ -1,7 +1,7 @@
 """Seconds and peak memory of training on one sequence: the teacher alone, and with the trainer's losses, gradients and
-update of all layers, products in float32 and in bfloat16.
+updates of all layers, with products in float32 and in bfloat16.
 
-On a CPU the backbone is that of the mini study's assets, on a GPU a bfloat16 model with random weights.
+On a CPU the backbone is that of the mini study, on a GPU a bfloat16 model with random weights.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from residual_mass.training.learner import PRECISIONS, row_losses
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
 OBJECTIVE, QUERIES, QUERY_WINDOW = ObjectiveSpec(), 100, 33000 / 65536
-"""The paper's; query positions are drawn from this final share of the sequence."""
+"""The paper's objective, queries per sequence, and final share of the sequence that queries are drawn from."""
 PAPER = {"1b": 2.74, "3b": 5.04}
-"""GPU-seconds per sequence of 64k tokens."""
+"""The paper's GPU-seconds per sequence of 64k tokens."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def whole_passes(backbone: Backbone, length: int, rounds: int) -> None:
-    """Prints what passes over random tokens take; peaks are beside weights, maps, gradients and moments."""
+    """Prints times and peaks of passes over random tokens; peaks exclude weights, maps, gradients and moments."""
     torch.manual_seed(0)
     device = backbone.device
     ids = torch.randint(backbone.model.config.vocab_size, (length,)).tolist()
@@ -65,7 +65,7 @@ def whole_passes(backbone: Backbone, length: int, rounds: int) -> None:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-            optimiser.zero_grad(set_to_none=False)  # gradients are kept: like moments they are there before the pass
+            optimiser.zero_grad(set_to_none=False)  # keeps gradients, so that like moments they are not in the peak
             stream_traces(backbone, ids, positions, learn)
             if precision:
                 optimiser.step()

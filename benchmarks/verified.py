@@ -1,8 +1,8 @@
-"""Milliseconds a token of texts that a method drafts and full attention verifies, on a CPU.
+"""Milliseconds per token on a CPU where a method drafts and full attention verifies.
 
-The first tokens of a text are read once; beyond them their keys and values are repeated, so that only times mean
-something there and not what is accepted. Counted is the process's own time, which with one thread other work does not
-add to but may slow; sides take turns, and the best of all rounds is printed.
+The first tokens of a text are read once. For longer contexts their keys and values are repeated, so that only times are
+meaningful there, not acceptance. Measures the CPU time of the process: with one thread, other work does not add to it
+but may slow it. Sides take turns, and the best of all rounds is printed.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def main() -> None:
 
 
 def repeated(read: Prefill, length: int) -> Prefill:
-    """The state of as many tokens, with those that were read once and again."""
+    """Returns the state of `length` tokens, repeating those that were read."""
     copies = -(-length // read.layers[0][0].shape[2])
     return Prefill({i: tuple(x.repeat(1, 1, copies, 1)[:, :, :length] for x in kv) for i, kv in read.layers.items()})
 
 
 def times(backbone: Backbone, ids: list[int], read: Prefill, length: int, options: Any) -> None:
-    """Prints milliseconds a token of each side at one length, and what it accepts of its drafts."""
+    """Prints milliseconds per token of each side at one length, and the accepted tokens of its drafts."""
     prompt = torch.tensor([(ids * (length // len(ids) + 1))[: length + 1]])
     sides: dict[str, tuple[str, Any, bool]] = {"generate, transformers' cache, float32": ("full", None, False)}
     sides |= {f"{name}, packed": (name, None, True) for name in ("full", "cache8", SCAN)}
@@ -65,13 +65,13 @@ def times(backbone: Backbone, ids: list[int], read: Prefill, length: int, option
     for _ in range(options.rounds):
         for side, (name, verify, packed) in sides.items():
             method, budget = method_named(name), options.budget / 100
-            cache, more = filled(backbone, read, Side(method, budget, packed)), {}
+            cache, extra = filled(backbone, read, Side(method, budget, packed)), {}
             if packed or verify:
-                more["custom_generate"] = partial_decoding(method, budget, verify=verify, passes=passes[side])
+                extra["custom_generate"] = partial_decoding(method, budget, verify=verify, passes=passes[side])
             started = time.process_time()
             backbone.model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, do_sample=False,
-                eos_token_id=None, pad_token_id=0, max_new_tokens=options.tokens, **more,
+                eos_token_id=None, pad_token_id=0, max_new_tokens=options.tokens, **extra,
             )  # fmt: skip
             seconds[side].append((time.process_time() - started) / options.tokens)
     print(f"{length} tokens of {options.text}, {options.threads} threads, {options.tokens} tokens a text")

@@ -1,9 +1,9 @@
-"""What self-speculative decoding reads for a token of full attention, by the method that drafts.
+"""Bytes that self-speculative decoding reads per token of full attention, by the method that drafts.
 
-Full attention continues held-out documents greedily from several places; methods are forced along it from the exact
-state, which is what they would draft up to the first difference. Methods are some of the registry, and cheaper ones
-made of the same parts. Prints a table for each length with the best budget of each method. Drafts that are in the store
-already are not computed again, so a run may be stopped at any time.
+Full attention continues held-out documents greedily from several places. Methods are forced along these continuations
+from the exact state, which gives their drafts up to the first difference. Methods are some of the registry, and cheaper
+ones made of the same parts. Prints a table for each length with the best budget of each method. Drafts in the store are
+not computed again, so that a run may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHEAPER = (
     Method("group_rotated2_regression_32", selector=PerGroup(Rotated(SCAN2)), residual=ScanRegression(32)),
     Method("cache3_rotated", selector=CacheOnly(Rotated(QuantisedScan(3))), residual=QuantisedValues(3)),
 )
-"""Fewer bits, fewer clusters, one choice of tokens for the query heads of a KV head."""
+"""Methods with fewer bits, fewer clusters, or one choice of tokens for all query heads of a KV head."""
 REGISTERED = (
     "topk", "topk_moments", "scan4_regression_64", "scan3_regression_32", "group4_regression_64",
     "channels_regression_64", "clusters_sums", "cache4_rotated",
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/verified_bytes"), help="folder of store and results")
     parser.add_argument("--lengths", nargs="+", default=["2k", "8160"])
     parser.add_argument("--texts", nargs="+", default=["wiki", "code"])
-    parser.add_argument("--methods", nargs="+", default=[*REGISTERED, *(each.name for each in CHEAPER)])
+    parser.add_argument("--methods", nargs="+", default=[*REGISTERED, *(method.name for method in CHEAPER)])
     parser.add_argument("--phi", type=Path, help="feature maps, for methods that need some")
     parser.add_argument("--documents", type=int, default=6, help="of each text")
     parser.add_argument("--places", type=int, default=4, help="in each document")
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
-    """A row for each text, method and budget: h, share read, and bytes per verified token, by the studies' stages."""
+    """Returns h, share read and bytes per verified token by text, method and budget, from the stages of a study."""
     names, texts = tuple(options.methods), tuple(options.texts)
     store, folder = options.out / f"{length}.jsonl", options.out / "-".join((length, *texts))
     maps = () if options.phi is None else (MapsSpec("phi", tokens_of(length)),)
@@ -110,7 +110,7 @@ def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
 
 
 def markdown(rows: pd.DataFrame, texts: list[str]) -> str:
-    """The budget of each method with the least mean over texts, best first."""
+    """Returns a table with each method's budget that has the least mean over texts, best method first."""
     mean = rows.groupby(ARM)["bytes_value"].mean()
     best = mean.loc[mean.groupby("method").idxmin()].sort_values()
     lines = ["| method | budget |" + "".join(f" {text}: read | h | bytes per verified token | n |" for text in texts)]
