@@ -1,11 +1,11 @@
-# Everything from a bare machine: python3 (3.11 or newer) and make are assumed, the rest is installed into .venv.
+# Needs only python3 (3.11 or newer) and make; everything else is installed into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
 SITE := .venv-docs
 CORES ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-# Without an NVIDIA GPU torch comes from its CPU index, which spares gigabytes of CUDA; `TORCH_INDEX=` turns that off.
+# Without an NVIDIA GPU, torch comes from its CPU index, which saves gigabytes of CUDA; `TORCH_INDEX=` turns that off.
 ifeq ($(shell command -v nvidia-smi),)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 endif
@@ -16,10 +16,10 @@ TRITON := $(VENV)/.triton
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==.*/&/p' requirements.lock)
 export PATH := $(BIN):$(PATH)
-# The tests of a file stay together, for they share what is costly to make, and come in order: the longest files first.
+# The tests of a file run in one process, because they share costly fixtures. Files run in order, the longest first.
 PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Modules and no scripts, whose first line is misread where the folder's name has quotes or blanks.
+# Commands run as modules, because scripts do not start in a folder with quotes or blanks in its name.
 .PHONY: install mini test test-all test-numeric lint gpu-check docs clean
 
 install: $(STAMP)
@@ -33,7 +33,7 @@ test: $(STAMP)
 test-all: $(STAMP) $(TRITON)
 	$(PYTEST) -m "not gpu"
 
-# With ATEN_CPU_CAPABILITY=default, avx2 or avx512 torch adds up in the order of other CPUs. It does not look whether this one can: without AVX-512 it would end with an illegal instruction.
+# With ATEN_CPU_CAPABILITY=default, avx2 or avx512, torch sums in the order of other CPUs. It does not check this CPU: without AVX-512 it would end with an illegal instruction.
 test-numeric: $(STAMP)
 	@if [ "$$ATEN_CPU_CAPABILITY" = avx512 ] && ! grep -qw avx512bw /proc/cpuinfo; then echo "no AVX-512 here, so nothing is tested"; \
 	else $(PYTEST) -m "not slow and not gpu" $(addprefix tests/unit/,core model diagnostics training runtime); fi
@@ -44,7 +44,7 @@ lint: $(STAMP)
 	python -m snakefmt --check Snakefile workflow
 	python -m snakemake --lint
 
-# Installs nothing: a machine with a GPU may have no package index. The environment is used where it is there.
+# Installs nothing: a machine with a GPU may have no package index. The environment is used if there is one.
 gpu-check:
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py
 
@@ -57,16 +57,16 @@ $(SITE)/.installed: tools/site/requirements.txt
 	$(SITE)/bin/python -m pip --disable-pip-version-check install -r $<
 	@touch $@
 
-# The kernels' interpreter: torch for CUDA brings Triton along, torch for CPUs does not.
+# Triton's interpreter, for tests of its kernels: torch for CUDA depends on Triton, torch for CPUs does not.
 $(TRITON): $(STAMP)
 	$(PIP) install --no-deps "triton==3.7.1; platform_system == 'Linux' and platform_machine == 'x86_64'"
 	@touch $@
 
-# What is computed stays: results/ may hold weeks of work.
+# Keeps results/, which may hold weeks of work.
 clean:
 	rm -rf logs site .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
 
-# torch first and alone: when its index cannot be reached, pip says so, and the next line takes torch from wherever pip is configured to look.
+# torch first and alone: if its index cannot be reached, pip says so, and the next line installs torch from pip's configured index.
 $(STAMP): requirements.lock pyproject.toml setup.py $(wildcard src/residual_mass/kernels/*.[ch]pp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is Python {sys.version.split()[0]}; 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)

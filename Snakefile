@@ -5,8 +5,8 @@ snakemake --cores 8 all --config study=paper     another study (targets come bef
 snakemake --cores 8 results/ruler_1b_64k.csv     one result, under any study
 snakemake --cores 1 pdf                          all tables and figures of the study in one PDF (needs LaTeX)
 snakemake --cores 1 published                    the paper's own twelve tables, from the values it prints
-snakemake -n                                     its jobs; the last line says what this machine lacks, and the hours
-snakemake --cores 1 estimate                     what the study will cost
+snakemake -n                                     the study's jobs; the last line says what this machine lacks, and the hours
+snakemake --cores 1 estimate                     the hours that the study takes
 snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
 snakemake --cores 1 verify                       whether results are as recorded
 """
@@ -46,14 +46,14 @@ study = plan.main.study
 ASSETS = shlex.quote(str(plan.assets_folder))
 
 NO_NETWORK = "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1; "
-# A prefix replaces Snakemake's own strict mode. The package then need not be installed, in conda environments for one.
+# A prefix replaces Snakemake's own strict mode. With PYTHONPATH, conda environments do not need the package installed.
 shell.prefix(
     f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; "
     + NO_NETWORK * plan.main.offline
 )
 
 
-# Names that are not in the registry are let through here and refused in one line that lists the known ones.
+# Unknown names match these patterns, so that `Plan` refuses them in one line that lists the known names.
 wildcard_constraints:
     backbone=r"[a-z0-9][a-z0-9.-]*",
     benchmark=r"(?!training_|runtime_|fidelity_)[a-z0-9]+",
@@ -96,7 +96,7 @@ rule published:
     localrule: True
 
 
-# Snakemake calls nothing at the end of a dry run.
+# Snakemake has no handler for the end of a dry run.
 atexit.register(start.say_of_dry_run, plan, workflow, Path.cwd())
 
 

@@ -1,7 +1,7 @@
-"""Builds the kernels of `residual_mass.kernels` where a C++ compiler is; everything else is in pyproject.toml.
+"""Builds the kernels of `residual_mass.kernels` if there is a C++ compiler; everything else is in pyproject.toml.
 
-One library for each kind of CPU, from the same sources; the best that a CPU has instructions for is loaded at run time.
-They use neither Python's interface nor torch's, so that a wheel serves every version of both.
+The same sources make one library for each kind of CPU; the best one that the CPU supports is loaded at run time. The
+libraries use neither Python's C API nor torch's, so that one wheel works with every version of both.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 def compiler() -> list[str] | None:
-    """The command of a C++ compiler: $CXX, or the first found."""
+    """Returns the command of a C++ compiler: $CXX, or the first one on PATH; None if there is none."""
     named = shlex.split(os.environ.get("CXX", ""))
-    found = named or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
-    return found if found and shutil.which(found[0]) else None
+    command = named or [name for name in ("g++", "c++", "clang++") if shutil.which(name)][:1]
+    return command if command and shutil.which(command[0]) else None
 
 
 class BuildKernels(build_ext):
@@ -39,26 +39,26 @@ class BuildKernels(build_ext):
         self.parallel = self.parallel or len(TARGETS)
 
     def get_ext_filename(self, name: str) -> str:
-        """The name of a library that is the same for every Python."""
+        """Returns the name of a library, which is the same for every Python."""
         return str(Path(*name.split("."))) + ".so"
 
     def build_extension(self, extension: Extension) -> None:
-        """Compiles beside the library's place and renames it then, so that no half of it is ever found."""
+        """Compiles to a temporary file and renames it, so that no incomplete library is ever found."""
         command, place = compiler(), Path(self.get_ext_fullpath(extension.name))
         if command is None:
             return
         place.parent.mkdir(parents=True, exist_ok=True)
-        made = place.with_name(f"{place.name}.{os.getpid()}")
+        temporary = place.with_name(f"{place.name}.{os.getpid()}")
         try:
-            flags = [*FLAGS, *extension.extra_compile_args, *extension.sources, "-o", str(made)]
+            flags = [*FLAGS, *extension.extra_compile_args, *extension.sources, "-o", str(temporary)]
             done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
             if done.returncode == 0:
-                made.replace(place)
+                temporary.replace(place)
             else:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
                 tell(f"{place.name} did not compile ({first})")
         finally:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def run(self) -> None:
         if compiler() is None:
@@ -66,13 +66,13 @@ class BuildKernels(build_ext):
         super().run()
 
     def copy_extensions_to_source(self) -> None:
-        """For an editable installation, with a rename as well."""
+        """Copies the libraries of an editable installation, with a rename as well."""
         for extension in self.extensions:
             built, place = Path(self.build_lib, self.get_ext_filename(extension.name)), Path(*extension.sources).parent
             if built.exists():
-                made = place / f"{built.name}.{os.getpid()}"
-                shutil.copyfile(built, made)
-                made.replace(place / built.name)
+                temporary = place / f"{built.name}.{os.getpid()}"
+                shutil.copyfile(built, temporary)
+                temporary.replace(place / built.name)
 
     def get_outputs(self) -> list[str]:
         return [file for file in super().get_outputs() if Path(file).exists()]
@@ -80,7 +80,7 @@ class BuildKernels(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Of this platform and any Python; of any platform where nothing was compiled."""
+        """Returns the tag of any Python and this platform, or of any platform if nothing was compiled."""
         return "py3", "none", super().get_tag()[2] if compiler() else "any"
 
 

@@ -1,11 +1,11 @@
 """Data: pinned assets and frozen benchmark examples.
 
-Needs: a package index (once); for studies with data_source hub also the hub.
+Needs a package index once, and for studies with data_source hub also the hub.
 """
 
 
 rule assets:
-    # ancient: a checkout is younger than a folder brought along, which must not be downloaded again for that.
+    # ancient: an assets folder from elsewhere may be older than the checkout, and must not be downloaded again.
     input:
         requirements=ancient(plan.here(paths.PINS)),
     output:

@@ -1,4 +1,4 @@
-"""Per-head quantities on packed held-out text and what is read out of them, and what decoding costs."""
+"""Per-head quantities on packed held-out text, findings from them, and the costs of decoding."""
 
 
 rule capture:
@@ -63,7 +63,7 @@ use rule capture as runtime with:
         "logs/runtime/{backbone}.log",
     benchmark:
         "logs/runtime/{backbone}.tsv"
-    priority: 50  # first, while there are few other jobs: it takes the machine for itself
+    priority: 50  # early, while there are few other jobs, because it takes the whole machine
     threads: machine.all_of_the_cores
     params:
         **plan.params("runtime"),

@@ -21,7 +21,7 @@ rule generate:
     params:
         **plan.params("generate"),
         files=flags,
-        # Declared nowhere, so that finished rows outlive an interrupted job.
+        # Not declared as an output, so that finished rows outlive an interrupted job.
         store=paths.STORE,
     message:
         "{rule} {wildcards}"

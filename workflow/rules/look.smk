@@ -1,5 +1,5 @@
-"""Targets that look at a study and print, or fetch what it reads: no declared file. What they look at is written to
-logs/ when the run starts; prefetch fills the assets folder, where an interrupted job resumes.
+"""Targets without output files: they print facts about a study, or fetch its data. They read its jobs from a file in
+logs/, written when the run starts. prefetch fills the assets folder; an interrupted prefetch resumes there.
 """
 
 

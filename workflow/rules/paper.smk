@@ -19,7 +19,7 @@ use rule score as table with:
 use rule mismatch as published_table with:
     input:
         plan.here(paths.TEMPLATE.format(name="frame")),
-        plan.here(paths.PUBLISHED_VALUES),  # not named to the stage, which has them built in
+        plan.here(paths.PUBLISHED_VALUES),  # the stage has no flag for them: it finds them in the package
         unpack(plan.inputs("published_table")),
     output:
         out=paths.PUBLISHED_TABLE,

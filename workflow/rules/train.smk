@@ -1,4 +1,4 @@
-"""Training of the feature maps; one job trains all variants of the ablations, each teacher pass shared by all."""
+"""Training of the feature maps; one job trains all variants of the ablations, which share each teacher pass."""
 
 
 rule train:
@@ -11,7 +11,7 @@ rule train:
         "logs/train/{backbone}_{maps}.log",
     benchmark:
         "logs/train/{backbone}_{maps}.tsv"
-    priority: 30  # distances and scores, the first results, wait for it
+    priority: 30  # the first results, distances and scores, need it
     conda:
         "../../environment.yml"
     threads: machine.half_of_the_cores
@@ -23,7 +23,7 @@ rule train:
         spec=plan.spec("train"),
         files=flags,
         launcher=launcher,
-        # Declared nowhere, for Snakemake deletes the declared outputs of a job that did not finish.
+        # Not declared as an output, because Snakemake deletes the outputs of a job that did not finish.
         checkpoint=paths.CHECKPOINT,
     message:
         "{rule} {wildcards}"
@@ -42,7 +42,7 @@ use rule train as train_variants with:
         "logs/train/{backbone}_{maps}-variants.log",
     benchmark:
         "logs/train/{backbone}_{maps}-variants.tsv"
-    priority: 10  # the longest job of a small study, with many others after it
+    priority: 10  # the longest job of a small study, and many others need it
     resources:
         gpu=machine.training_gpus,
         mem_mb=machine.with_gpu(96000, 8000, "training_gpus"),
