@@ -223,7 +223,7 @@ def test_a_model_with_states_generates_and_has_no_likelihoods(tiny_backbone: Bac
     full = PartialKV(**options, method="full")
     assert values(full, "generate_until") == values(HFLM(**options), "generate_until")
     assert values(PartialKV(**options, budget=0.2), "generate_until") != values(full, "generate_until")
-    with pytest.raises(BadArgument, match="layers with states beside attention"):
+    with pytest.raises(BadArgument, match="layers with states other than keys and values"):
         values(full, "loglikelihood")
 
 

@@ -1,4 +1,4 @@
-"""Decode attention on CPUs: caches in bit planes, in 8 bits and in bfloat16, and one step over each, compiled."""
+"""Compiled decode attention on CPUs, over caches in bit planes, in 8 bits and in bfloat16."""
 
 from residual_mass.kernels.cache import LayerCache
 from residual_mass.kernels.library import Library, load

@@ -1,7 +1,7 @@
-"""One layer's keys and values as the kernels read them, a decode step over them, and full attention of several tokens.
+"""Packed cache of one layer for the compiled kernels, with a decode step and full attention of several tokens.
 
 Shape letters: B = batch rows, H = KV heads, G = query heads of a KV head, L = prefix columns, T = new tokens, D = head
-dimension, N = blocks of 64 places, S = clusters, F = room for tokens in float32.
+dimension, S = clusters.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from residual_mass.kernels.library import WIDTHS, Layer, Library
 BLOCK = 64
 """Tokens of a block."""
 ROUNDS = 6
-"""Of Lloyd's algorithm."""
+"""Rounds of Lloyd's algorithm."""
 SAMPLE = 2048
-"""Tokens that it runs on."""
+"""Tokens that Lloyd's algorithm runs on."""
 LOG2_E = 1.4426950408889634
 
 
 class LayerCache:
-    """Keys and values of one layer, in blocks of one of three kinds, and the first and last tokens in float32.
+    """Keys and values of one layer, in blocks of one of three formats, and the first and last tokens in float32.
 
-    With `bits` = 4 keys have 8 bits in two planes of 4, with a scale for each channel of a block, values 8 bits with a
-    scale for each token, and tokens are in the order of their clusters: a step scans the high plane, reads the K best
-    tokens of each query head from both planes, and estimates the others by regression on their scanned scores, as
-    `ScanRegression` does. With 8 (keys and values as before) and 16 (bfloat16) a step reads every token.
+    With `bits` = 4, keys have 8 bits in two planes of 4, with a scale for each channel of a block; values have 8 bits
+    with a scale for each token; tokens are sorted by cluster. A step scans the high plane, reads the K best tokens of
+    each query head from both planes, and estimates the others by regression on their scanned scores, as
+    `ScanRegression` does. With 8 (keys and values in the same 8 bits) and 16 (bfloat16), a step reads every token.
 
-    The float32 tokens are `sink` tokens at the start of each row, `tail` at its end and those that are added. When
-    there is no more room for them, a block of the oldest after the sinks moves to the others, as a cluster of its own.
+    The float32 tokens are the first `sink` and the last `tail` of each row, and all added tokens. When their buffer is
+    full, the oldest `BLOCK` of them after the sinks become a new block, with a cluster of its own.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class LayerCache:
 
         Args:
             keys, values: [B, H, L, D], left-padded.
-            first: [B] first column of each row that is no padding.
-            bits: of the blocks, 4 (planes), 8 or 16.
-            k: [B] tokens that a query head reads exactly, besides those in float32; unused where all are read.
+            first: [B] first column of each row after the padding.
+            bits: format of the blocks, 4 (planes), 8 or 16.
+            k: [B] tokens that a query head reads exactly, in addition to those in float32; unused if all are read.
             sink, tail: tokens at both ends that are kept in float32.
-            room: tokens to come that stay in float32.
+            room: added tokens that stay in float32.
             clusters: S.
             residual: whether to estimate the tokens that are not read.
 
         Raises:
-            ValueError: a head dimension, number of bits or of clusters, or room that is not served.
+            ValueError: the head dimension, the bits, the clusters or the room are not supported.
         """
         batch, heads, length, width = keys.shape
         if width not in WIDTHS:
@@ -96,18 +96,18 @@ class LayerCache:
 
     @property
     def bytes(self) -> int:
-        """Memory of the cache with everything that a step reads."""
+        """Bytes of the cache in memory."""
         return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
 
     def read_bytes(self, group: int) -> int:
-        """Bytes of the cache that a step of `group` query heads per KV head reads: blocks in use whole, or of planes
-        the scan, rows that were chosen (by several query heads: several times) and what estimates the others.
+        """Returns the bytes that a step with `group` query heads per KV head reads: tokens in float32; whole blocks or,
+        with planes, the scan, the rows that each query head chooses, and the summary that estimates the others.
         """
         in_blocks = self.slots - self.gap.diff().squeeze(1)
         blocks = int((-(-self.slots // BLOCK)).sum())
-        kept = [getattr(self, name, None) for name in ("keys", "scales", "values", "value_scales")]
-        each = sum(x.nbytes for x in kept if x is not None) // (self.batch * self.heads * self.blocks)
-        total = self.heads * (blocks * each + int(self.recents.sum()) * 8 * self.width)
+        buffers = [getattr(self, name, None) for name in ("keys", "scales", "values", "value_scales")]
+        block_bytes = sum(x.nbytes for x in buffers if x is not None) // (self.batch * self.heads * self.blocks)
+        total = self.heads * (blocks * block_bytes + int(self.recents.sum()) * 8 * self.width)
         if self.bits == 4:
             chosen = int(torch.minimum(self.k, in_blocks).sum())
             total += self.heads * group * chosen * self.rows.shape[-1]
@@ -117,34 +117,34 @@ class LayerCache:
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens of each row."""
+        """Number of tokens in each row."""
         return (self.slots - self.gap.diff().squeeze(1) + self.recents).tolist()
 
     def choose(self, k: Sequence[int], residual: bool) -> None:
-        """Sets how many tokens of planes a query head reads exactly, [B], and whether the others are estimated."""
+        """Sets how many tokens [B] a query head reads exactly from planes, and whether to estimate the others."""
         self.k.copy_(_integers(k))
         self.residual, self._layer = residual and self.bits == 4, None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Returns the tensors and the numbers that `restored` takes."""
-        kept = {name: x for name, x in vars(self).items() if not name.startswith("_")}
-        tensors = {name: x for name, x in kept.items() if isinstance(x, Tensor)}
-        return tensors, {name: int(x) for name, x in kept.items() if isinstance(x, int)}
+        public = {name: x for name, x in vars(self).items() if not name.startswith("_")}
+        tensors = {name: x for name, x in public.items() if isinstance(x, Tensor)}
+        return tensors, {name: int(x) for name, x in public.items() if isinstance(x, int)}
 
     @classmethod
     def restored(cls, library: Library, tensors: dict[str, Tensor], numbers: dict[str, int]) -> LayerCache:
-        """Makes the cache again of what `state` returned."""
+        """Restores a cache from the output of `state`."""
         cache = cls.__new__(cls)
         vars(cache).update(tensors, **numbers, library=library, _layer=None)
-        cache.recent = cache.recent.float()  # of bfloat16 in a state that an older version wrote
+        cache.recent = cache.recent.float()  # states that older versions wrote have bfloat16
         return cache
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Adds a token per row, [B, H, D] each."""
+        """Adds one token per row: keys and values [B, H, D]."""
         self.extend(keys.unsqueeze(2), values.unsqueeze(2))
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Adds up to a block of tokens per row, [B, H, T, D] each; all of them stay in float32 until more are added.
+        """Adds up to a block of tokens per row: keys and values [B, H, T, D], in float32 until more tokens are added.
 
         Raises:
             ValueError: more tokens than a block has.
@@ -157,7 +157,7 @@ class LayerCache:
         self.recents += count
 
     def reserve(self, count: int) -> None:
-        """Makes room for up to a block of tokens per row, so that none of them joins the blocks when they are added.
+        """Makes room for up to a block of tokens per row, so that adding them moves no tokens to the blocks.
 
         Raises:
             ValueError: more tokens than a block has.
@@ -166,45 +166,45 @@ class LayerCache:
             raise ValueError(f"{count} tokens at once, more than a block of {BLOCK}")
         if int(self.recents.max()) + count > self.recent.shape[2]:
             self._merge(count)
-            if (short := int(self.recents.max()) + count - self.recent.shape[2]) > 0:  # where no row has a whole block
+            if (short := int(self.recents.max()) + count - self.recent.shape[2]) > 0:  # no row has a whole block
                 self.recent, self._layer = torch.nn.functional.pad(self.recent, (0, 0, 0, 0, 0, short)), None
 
     def drop(self, count: int) -> None:
-        """Takes out the last tokens of every row: as many as were reserved and added since, and maybe more.
+        """Removes the last tokens of every row. All tokens that were added after a `reserve` for them can be removed.
 
         Raises:
-            ValueError: more tokens than are in float32 after the sinks.
+            ValueError: `count` is larger than the number of float32 tokens after the sinks.
         """
-        left = int((self.recents - self.sink * (self.slots > 0)).min())
-        if count > left:
-            raise ValueError(f"of a packed cache the last {left} tokens can be taken out, not {count}")
+        most = int((self.recents - self.sink * (self.slots > 0)).min())
+        if count > most:
+            raise ValueError(f"only the last {most} tokens of a packed cache can be removed, not {count}")
         self.recents -= count
 
     def step(self, query: Tensor, scale: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-        """Attends with one query per row and query head.
+        """Computes the attention of one query per row and query head.
 
         Args:
             query: [B, H G, D].
             scale: of scores.
-            threads: torch's number of threads if None; the results are the same with any.
+            threads: number of threads, torch's if None. The results do not depend on it.
 
         Returns:
-            Outputs [B, H G, D] float32, and the logarithm of the sum of all softmax terms [B, H G] float32, by which
-            they can be merged with those of other tokens.
+            Outputs [B, H G, D] float32, and the logarithm of the sum of all softmax terms [B, H G] float32, to merge
+            them with outputs over other tokens.
         """
         output, log_mass = self._run(self.library.step, query.unsqueeze(2), scale, threads)
         return output.squeeze(2), log_mass.squeeze(2)
 
     def attend(self, query: Tensor, scale: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-        """Attends fully with the last T tokens: each reads all tokens up to itself, of planes both. A block of tokens
-        is read once for all queries.
+        """Computes full attention of the last T tokens: each reads all tokens up to itself, with both planes. A block
+        of tokens is read once for all queries.
 
         Args:
             query: [B, H G, T, D], in the order of the tokens.
             scale, threads: as for `step`.
 
         Returns:
-            As `step`: [B, H G, T, D] and [B, H G, T].
+            Outputs [B, H G, T, D] and logarithms [B, H G, T], as `step`.
         """
         return self._run(self.library.attend, query, scale, threads)
 
@@ -223,18 +223,18 @@ class LayerCache:
         return output, log_mass
 
     def _structure(self) -> Layer:
-        """The sizes and addresses of what is kept."""
+        """Returns the sizes and addresses of the buffers."""
         layer = Layer(
             batch=self.batch, heads=self.heads, width=self.width, blocks=self.blocks, room=self.recent.shape[2],
             segments=self.bounds.shape[2], residual=self.residual,
         )  # fmt: skip
         for name, _ in Layer._fields_:
-            if isinstance(kept := getattr(self, name, None), Tensor):
-                setattr(layer, name, ctypes.c_void_p(kept.data_ptr()))
+            if isinstance(buffer := getattr(self, name, None), Tensor):
+                setattr(layer, name, ctypes.c_void_p(buffer.data_ptr()))
         return layer
 
     def _allocate(self, blocks: int) -> None:
-        """Makes room for blocks, empty ones, and in planes for as many clusters."""
+        """Allocates `blocks` empty blocks and, with planes, the clusters."""
         lead, width, self.blocks = (self.batch, self.heads), self.width, blocks
         code = {4: width // 2, 8: width, 16: 2 * width}[self.bits]
         self.keys = torch.zeros(*lead, blocks, BLOCK * code, dtype=torch.uint8)
@@ -254,7 +254,7 @@ class LayerCache:
         self.mean_values = torch.zeros(*lead, segments, width, dtype=torch.bfloat16)
 
     def _fill(self, row: int, keys: Tensor, values: Tensor) -> None:
-        """Packs the middle of a row's prompt, [H, n, D]."""
+        """Packs the tokens [H, n, D] between the ends of a row's prompt."""
         keys, values = keys.float().contiguous(), values.float().contiguous()
         order = None
         if self.bits == 4:
@@ -264,8 +264,8 @@ class LayerCache:
         self._pack(row, 0, keys, values, order)
 
     def _summarised(self, keys: Tensor, values: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """Order [H, n] and bounds [H, S, 2] int32 of clusters, mean values [H, S, D], and C' [H, D, D] and variance of
-        values [H, D] within clusters, float32.
+        """Returns order [H, n] and bounds [H, S, 2] int32 of clusters, mean values [H, S, D], and C' [H, D, D] and
+        variance of values [H, D] within clusters, float32.
         """
         heads, count, width = keys.shape
         order, bounds = (keys.new_empty(*shape, dtype=torch.int32) for shape in ((heads, count), (heads, parts, 2)))
@@ -278,12 +278,12 @@ class LayerCache:
         return order, bounds, *moments
 
     def _pack(self, row: int, block: int, keys: Tensor, values: Tensor, order: Tensor | None) -> None:
-        """Writes tokens [H, n, D] to a row's blocks from one on."""
+        """Writes tokens [H, n, D] to a row's blocks, from `block` on."""
         heads, count, width = keys.shape
 
         def at(name: str) -> Tensor | None:
-            kept = getattr(self, name, None)
-            return None if kept is None else kept[row, :, block * BLOCK if name == "value_scales" else block :]
+            buffer = getattr(self, name, None)
+            return None if buffer is None else buffer[row, :, block * BLOCK if name == "value_scales" else block :]
 
         rows = "rows" if self.bits == 4 else "values"
         self.library.call(
@@ -292,7 +292,7 @@ class LayerCache:
         )  # fmt: skip
 
     def _merge(self, count: int) -> None:
-        """Moves a block of tokens of every row without room for more, the oldest after the sinks, to the others."""
+        """Makes a block of the oldest float32 tokens after the sinks, in every row without room for `count` more."""
         full = (self.recents + count > self.recent.shape[2]) & (self.recents >= self.sink + BLOCK)
         for row in full.nonzero().flatten().tolist():
             block = -(-int(self.slots[row]) // BLOCK)
@@ -311,7 +311,7 @@ class LayerCache:
             self.recents[row] -= BLOCK
 
     def _add_cluster(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Adds a block as a cluster, and to the covariance and variance within clusters."""
+        """Adds a block as a cluster, and updates the covariance and variance within clusters."""
         _, _, mean, slope, variance = self._summarised(keys, values, 1)
         number = self.clusters + int(self.merged[row])
         self.bounds[row, :, number] = torch.tensor([start, start + BLOCK], dtype=torch.int32)
@@ -323,14 +323,14 @@ class LayerCache:
         self.merged[row] += 1
 
     def _grow(self, blocks: int) -> None:
-        """Makes room for more blocks, and in planes for as many more clusters."""
-        for name, each in (
+        """Allocates more blocks and, with planes, as many more clusters."""
+        for name, per_block in (
             ("keys", 1), ("scales", 1), ("rows", 1), ("values", 1), ("value_scales", BLOCK),
             ("bounds", self.bits == 4), ("mean_values", self.bits == 4),
         ):  # fmt: skip
-            if isinstance(kept := getattr(self, name, None), Tensor):
-                more = kept.new_zeros(*kept.shape[:2], blocks * each, *kept.shape[3:])
-                setattr(self, name, torch.cat((kept, more), 2))
+            if isinstance(buffer := getattr(self, name, None), Tensor):
+                more = buffer.new_zeros(*buffer.shape[:2], blocks * per_block, *buffer.shape[3:])
+                setattr(self, name, torch.cat((buffer, more), 2))
         self.blocks += blocks
         self._layer = None
 

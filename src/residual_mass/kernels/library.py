@@ -19,15 +19,15 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
-"""By what `target` of a library returns for a CPU."""
+"""Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
 LAYOUT = 3
-"""What `layout` of a library returns that was built from these sources."""
+"""Result of `layout` of a library that was built from these sources."""
 WIDTHS = (64, 96, 128)
-"""Head dimensions served."""
+"""Supported head dimensions."""
 
 
 class Layer(ctypes.Structure):
-    """What a step is given, as `Layer` in common.hpp."""
+    """Arguments of a step, the same as `Layer` in common.hpp."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in "batch heads group width blocks room segments residual threads".split()),
@@ -43,7 +43,7 @@ class Layer(ctypes.Structure):
 
 
 class Library:
-    """The functions of one library, with tensors for pointers; OSError where it is missing, damaged or an older one."""
+    """Functions of one library, with tensors as pointers. Raises OSError if it is missing, damaged or outdated."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -55,21 +55,21 @@ class Library:
         self._scratch = threading.local()
 
     def best_target(self) -> str:
-        """Returns the target that suits this CPU."""
+        """Returns the best target for this CPU."""
         return TARGETS[self._functions.target()]
 
     def step(self, layer: Layer, bits: int) -> None:
-        """Runs `step` of kernels.cpp, with scratch of this thread."""
+        """Runs `step` of kernels.cpp, with scratch memory of this thread."""
         layer.scratch = self._room(self._functions.scratch_bytes(ctypes.byref(layer)))
         self._functions.step(ctypes.byref(layer), bits)
 
     def attend(self, layer: Layer, bits: int) -> None:
-        """Runs `attend` of kernels.cpp, with scratch of this thread."""
+        """Runs `attend` of kernels.cpp, with scratch memory of this thread."""
         layer.scratch = self._room(self._functions.attend_bytes(ctypes.byref(layer)))
         self._functions.attend(ctypes.byref(layer), bits)
 
     def _room(self, need: int) -> int:
-        """Returns the address of as many bytes of scratch."""
+        """Returns the address of `need` bytes of scratch memory."""
         scratch = getattr(self._scratch, "bytes", None)
         if scratch is None or len(scratch) < need:
             scratch = self._scratch.bytes = torch.empty(need + need // 4, dtype=torch.uint8)
@@ -90,10 +90,10 @@ def _passed(argument: int | Tensor | None) -> object:
 def load() -> Library | None:
     """Returns the library for this CPU, or the one that `RESIDUAL_MASS_KERNELS` names.
 
-    None where there is none, after a warning, and where it is off.
+    Returns None if the variable is "off" or, after a warning, if no library was built.
 
     Raises:
-        ValueError: the variable has another value, or names instructions that this CPU lacks.
+        ValueError: the variable has an unknown value, or names instructions that this CPU lacks.
     """
     wanted = os.environ.get(SWITCH, "")
     if wanted == "off":

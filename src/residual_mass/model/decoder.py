@@ -1,7 +1,7 @@
-"""Attention of arms that decode together: T new tokens in each of E * A rows, after prefixes that arms share.
+"""Attention of arms that decode together: T new tokens in each of E * A rows, after prefixes that the arms share.
 
-A decode step has one token a row. A given continuation is one chunk of T: every token selects for itself, and sees
-itself and the tokens before it exactly.
+A decode step has one token per row. A given continuation is one chunk of T tokens: every token selects its own prefix
+tokens, and attends to itself and the chunk's tokens before it exactly.
 
 Shape letters: E = examples, A = arms, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, T = new tokens, N
 = generated tokens, the new ones included, D = head dimension.
@@ -36,10 +36,10 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 
 
 class ArmDecoder:
-    """Attention handler of all arms; every arm has its own generated keys and values.
+    """Attention handler of all arms. Every arm has its own generated keys and values.
 
     Args:
-        parts: arms that are computed together. Each arm is in one part.
+        parts: groups of arms that are computed together; each arm is in one part.
         layers: the prefixes of the partial arms.
     """
 
@@ -48,7 +48,7 @@ class ArmDecoder:
     ) -> None:
         self.arms, self.parts, self.layers = list(arms), list(parts), layers
         self.read = [0] * len(layers)
-        """Generated tokens that each layer has read."""
+        """Number of generated tokens that each layer has read."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
@@ -73,19 +73,19 @@ class ArmDecoder:
         self.arms = [self.arms[a] for a in arms]
 
     def require_read(self, tokens: int) -> None:
-        """Raises RuntimeError unless every layer has read as many tokens: a bypassed hook gives Full's numbers."""
+        """Raises RuntimeError unless every layer has read `tokens` tokens: a bypassed hook gives Full's numbers."""
         if self.read != [tokens] * len(self.read):
             raise RuntimeError(f"attention hook: layers have read {sorted(set(self.read))} tokens, expected {tokens}")
 
 
 class FullRows:
-    """One row per example, with prompt and generated tokens in one buffer without padding, so that the unmodified
-    backbone's attention reads it as a batch of one. Several arms would have equal rows, of which one is computed.
+    """Rows of Full: one per example, with prompt and generated tokens in one buffer without padding, so that the
+    backbone's own attention reads it as a batch of one. Several arms would have equal rows, so only one is computed.
 
     Attributes:
-        places: of the arms in the batch.
+        places: indices of the arms in the batch.
         caches: keys and values [1, Hkv, L_e + room, D] by layer and example.
-        masked: whether a single token has a mask, as several have; kernels with one round differently.
+        masked: whether a single token has a mask, as several tokens do; kernels with a mask round differently.
     """
 
     def __init__(self, places: list[int], layers: Sequence[PrefixLayer], lengths: Sequence[int], room: int) -> None:
@@ -103,8 +103,8 @@ class FullRows:
         ]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) -> Tensor:
-        """Attends with query [E * A, Hq, T, D], key and value [E * A, Hkv, T, D] of the tokens after `start` generated
-        ones: [E * A, T, Hq, D].
+        """Computes attention [E * A, T, Hq, D] of query [E * A, Hq, T, D] after `start` generated tokens; key and value
+        [E * A, Hkv, T, D].
         """
         window, outputs, arms = window_of(module), [], len(self.places)
         for e, (keys, values) in enumerate(self.caches[module.layer_idx]):
@@ -132,9 +132,9 @@ class PartialRows:
     generated tokens exactly.
 
     Attributes:
-        places: of the arms in the batch.
+        places: indices of the arms in the batch.
         lengths: tokens of the prefixes.
-        maps: phi_q and the prefixes' summaries by layer, the same for all arms that need maps; None if none does.
+        maps: phi_q and the prefixes' summaries by layer, the same for all arms that need maps; None if no arm does.
         dense: keys and values [1, Hkv, T, D] by layer that later tokens of a chunk see; None for each arm's own.
         generated: keys and values [E * A, Hkv, N, D] by layer.
     """
@@ -151,8 +151,8 @@ class PartialRows:
     rows: ArmRows | None = None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) -> Tensor:
-        """Attends with query [E * A, Hq, T, D], key and value [E * A, Hkv, T, D] of the tokens after `start` generated
-        ones: [E * A, T, Hq, D].
+        """Computes attention [E * A, T, Hq, D] of query [E * A, Hq, T, D] after `start` generated tokens; key and value
+        [E * A, Hkv, T, D].
         """
         index, window, tokens = module.layer_idx, window_of(module), query.shape[2]
         if start > 0:
@@ -177,22 +177,22 @@ class PartialRows:
             log_query = rows_of_heads(map_heads(query_map, query), kv_heads, num_arms)
         rows = rows_of_heads(query, kv_heads, num_arms)
         if self.rows is None:
-            each, settings = rows.shape[2] // num_arms, (self.anchors, self.nominal_length, query.device)
-            self.rows = arm_rows(self.arms, each, self.lengths, *settings, tokens=query.shape[2])
+            group, settings = rows.shape[2] // num_arms, (self.anchors, self.nominal_length, query.device)
+            self.rows = arm_rows(self.arms, group, self.lengths, *settings, tokens=query.shape[2])
         terms = prefix_terms(rows, log_query, self.layers[index], summary, self.rows, scale)
         return _by_row(terms, num_arms)
 
     def _window_terms(
         self, layer: PrefixLayer, query: Tensor, kv_heads: int, window: Window, start: int, scale: float
     ) -> tuple[Terms, Tensor]:
-        """Computes the exact terms [E * A, Hkv, G * T, ...] of the prefix within a window, and which generated tokens
-        new ones see [E * A, T, N].
+        """Computes the exact terms [E * A, Hkv, G * T, ...] of the prefix within a window, and the mask [E * A, T, N]
+        of generated tokens that new tokens see.
         """
         lengths, num_arms = torch.tensor(self.lengths, device=query.device).unsqueeze(1), len(self.arms)
         generated = torch.arange(start + query.shape[2], device=query.device) + lengths  # [E, N]
         new = generated[:, start:]
         oldest = min(window.first(length + start) for length in self.lengths)
-        first = min(max(0, oldest), layer.keys.shape[2] - 1)  # a column is left where all windows begin after it
+        first = min(max(0, oldest), layer.keys.shape[2] - 1)  # keeps a column if all windows begin after the prefix
         columns = torch.arange(first, layer.keys.shape[2], device=query.device)
         support = _visible(columns, new, window) & (columns < lengths.unsqueeze(-1))  # [E, T, L - first]
         rows = promoted(rows_of_heads(query, kv_heads, num_arms))
@@ -203,7 +203,7 @@ class PartialRows:
         return _by_row(terms, num_arms), visible
 
     def keep(self, examples: list[int], arms: list[int], layers: Sequence[PrefixLayer]) -> None:
-        """Keeps some examples, whose prefixes are `layers`, and those of some arms of the batch that are its own."""
+        """Keeps some examples, whose prefixes are `layers`, and some arms of the batch if they are in this part."""
         own = [self.places.index(a) for a in arms if a in self.places]
         rows = [e * len(self.arms) + a for e in examples for a in own]
         self.generated = {index: (keys[rows], values[rows]) for index, (keys, values) in self.generated.items()}
@@ -218,7 +218,7 @@ class PartialRows:
 
 
 def _visible(columns: Tensor, positions: Tensor, window: Window | None) -> Tensor:
-    """[..., T, L] bool: which columns [..., 1, L] tokens at `positions` [..., T] see, up to their own, in a window."""
+    """Returns the causal mask [..., T, L] of columns [..., 1, L] for tokens at `positions` [..., T], in a window."""
     positions = positions.unsqueeze(-1)
     visible = columns <= positions
     return visible if window is None else visible & (columns >= window.first(positions))

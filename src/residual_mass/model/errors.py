@@ -1,5 +1,5 @@
-"""Errors of methods, and the quantities of the paper's diagnostics, on one layer's queries over one unpadded prefix,
-by the path that decodes.
+"""Computes errors of methods and the quantities of the paper's diagnostics for one layer's queries over one unpadded
+prefix, by the code that decodes.
 
 Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per head, L = prefix tokens, D = head dimension,
 B = budgets, R = B * G * Q rows of a KV head.
@@ -34,13 +34,13 @@ from residual_mass.model.prefix import (
 )
 
 TOPK, PHI, NOSUB = "topk", "topk_phi", "topk_phi_nosub"
-"""The paper's methods; all others add to the first."""
+"""The paper's methods."""
 FACTS = ("h_mid", "skewness", "kurtosis")
 """Normalised entropy of attention within the mid-region, skewness and excess kurtosis of its scores."""
 
 
 class Read(NamedTuple):
-    """What a selector reads: the exact terms of that, and those of the unread rest [1, Hkv, R, ...]."""
+    """Tokens that a selector reads, with the exact terms [1, Hkv, R, ...] of all read tokens and of the unread ones."""
 
     reading: Reading
     exact: Terms
@@ -50,7 +50,7 @@ class Read(NamedTuple):
 
 
 class ReadLayer:
-    """A layer's queries with the tokens that they read at every budget, the same for all methods with a selector.
+    """Queries of a layer with the tokens that they read at every budget, computed once for every selector.
 
     Args:
         queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all finite float32.
@@ -77,7 +77,7 @@ class ReadLayer:
         self._read: dict[Selector | None, Read] = {}
 
     def read(self, method: str) -> Read:
-        """What the method's selector reads, the same for all methods that share it."""
+        """Returns the tokens that the method's selector reads."""
         selector = method_named(method).selector
         if selector not in self._read:
             reading = read_prefix(self.rows, self.layer, self._arms(method), self.scale)
@@ -92,13 +92,13 @@ class ReadLayer:
 
         error is relative l1 against full prefix attention, log_z_error log Z_R hat - log Z_R (not finite where either
         is zero), residual_share_hat the estimated share of the total, recall the share of the true top K's mass that
-        was read (NaN where K is 0), tokens_read what the query heads of a KV head read, anchors included, each token
-        once.
+        was read (NaN where K is 0), tokens_read the number of distinct tokens that the query heads of a KV head read,
+        anchors included.
         """
         read, best = self.read(method), self.read(TOPK)
         terms, log_mass = self._terms(method, read)
-        found, sought = (
-            exact_terms(best.reading.scores, self.values, some).log_mass() for some in (best.mid & read.mid, best.mid)
+        found, wanted = (
+            exact_terms(best.reading.scores, self.values, mask).log_mass() for mask in (best.mid & read.mid, best.mid)
         )
         by_head = read.mid.unflatten(2, (len(self.budgets), -1, self.shape[1]))
         tokens = by_head.any(3, keepdim=True).sum(-1) + int(self.layer.partition.anchors.sum())
@@ -106,7 +106,7 @@ class ReadLayer:
             "error": rel_l1(merge(terms), merge(read.exact, read.rest)),
             "log_z_error": log_mass - read.rest.log_mass(),
             "residual_share_hat": torch.sigmoid(log_mass - read.exact.log_mass()),
-            "recall": (found - sought).exp(),
+            "recall": (found - wanted).exp(),
             "tokens_read": tokens.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype),
         }
         return {name: self._by_head(value) for name, value in measures.items()}
@@ -116,19 +116,19 @@ class ReadLayer:
 
         e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without
         (nosub) subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and
-        log_z_true are the estimated and the true log Z_R (-inf where nothing is left), residual_share* their shares of
+        log_z_true are the estimated and the true log Z_R (-inf without unread tokens), residual_share* their shares of
         the total, h_mid and c_mid the entropy and the mass recovery of full attention; clamped is True where the
         subtraction left only rounding errors.
         """
         read, (anchors, mid) = self.read(TOPK), self.layer.partition
         scores, exact, rest = read.reading.scores, read.exact, read.rest
-        once = scores[:, :, : scores.shape[2] // len(self.budgets)]  # what is the same for every budget
+        once = scores[:, :, : scores.shape[2] // len(self.budgets)]  # the same for every budget
 
-        def of_all(x: Tensor) -> Tensor:
+        def repeated(x: Tensor) -> Tensor:
             return torch.cat([x] * len(self.budgets), dim=2)
 
-        full = of_all(merge(exact_terms(once, self.values, anchors | mid)))
-        whole_mid = Terms(*map(of_all, exact_terms(once, self.values, mid)))
+        full = repeated(merge(exact_terms(once, self.values, anchors | mid)))
+        whole_mid = Terms(*map(repeated, exact_terms(once, self.values, mid)))
         (sub, log_z_hat), (nosub, _) = (self._terms(method, read) for method in (PHI, NOSUB))
         log_z_true = rest.log_mass()
         measures = {
@@ -141,14 +141,14 @@ class ReadLayer:
             "log_z_true": log_z_true,
             "residual_share_hat": torch.sigmoid(log_z_hat - exact.log_mass()),
             "residual_share": residual_share(exact, rest),
-            "h_mid": of_all(mid_entropy(once, mid)),
+            "h_mid": repeated(mid_entropy(once, mid)),
             "c_mid": mass_recovery(scores, mid, read.mid),
             "clamped": (log_z_hat == -torch.inf) & (log_z_true > -torch.inf),
         }
         return {name: self._by_head(value) for name, value in measures.items()}
 
     def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
-        """What `prefix_terms` gives, and log Z_R hat among it: [1, Hkv, R, ...]."""
+        """Computes the terms of `prefix_terms`, and log Z_R hat, which they include: [1, Hkv, R, ...]."""
         rule, arms = method_named(method), self._arms(method)
         if rule.own is not None:
             ((_, own),) = own_residuals(read.reading, self.layer, arms)
@@ -159,13 +159,13 @@ class ReadLayer:
         return terms, phi_log_mass(read.reading, self.log_query, self.summary, arms)
 
     def facts(self) -> dict[str, Tensor]:
-        """Describes the scores of the mid-region by `FACTS`: [Hq, Q] each."""
+        """Computes `FACTS` of the mid-region: [Hq, Q] each."""
         scores, mid = self.read(TOPK).reading.scores, self.layer.partition.mid
-        found = (mid_entropy(scores, mid), *score_shape(scores, mid))
-        return {name: self._by_head(value)[..., 0] for name, value in zip(FACTS, found, strict=True)}
+        values = (mid_entropy(scores, mid), *score_shape(scores, mid))
+        return {name: self._by_head(value)[..., 0] for name, value in zip(FACTS, values, strict=True)}
 
     def state_bytes(self, method: str) -> int:
-        """Returns the size of what a method keeps of the prefix, per KV head: S and u, or states of its own."""
+        """Returns the bytes that a method keeps of the prefix per KV head: S and u, or states of its own."""
         rule, size = method_named(method), 0
         if rule.needs_maps and self.summary is not None:
             size += state_bytes((self.summary.state.numerator, self.summary.state.mass))
@@ -176,7 +176,7 @@ class ReadLayer:
         return size // self.layer.keys.shape[1]
 
     def _rows(self, x: Tensor) -> Tensor:
-        """[Hq, Q, C] -> [1, Hkv, R, C], the same rows for every budget."""
+        """Repeats rows for every budget: [Hq, Q, C] -> [1, Hkv, R, C]."""
         return grouped(x, self.layer.keys.shape[1]).repeat(1, len(self.budgets), 1)[None]
 
     def _by_head(self, x: Tensor) -> Tensor:

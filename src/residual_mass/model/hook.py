@@ -1,5 +1,5 @@
-"""Routes a model's attention through a handler, and restores it afterwards; which layers read the whole text and which
-only a window of it; and the exact prefill.
+"""Hook that routes a model's attention through a handler and restores it afterwards; windows of attention layers; and
+the exact prefill.
 
 A handler gets the arguments of a transformers attention function: rotary-applied queries and keys, with keys and
 values not yet repeated over the query heads of a group. It keeps its own state by `module.layer_idx`.
@@ -32,18 +32,18 @@ Position = TypeVar("Position", int, Tensor)
 SLIDING = ("sliding_attention", "hybrid_sliding")
 CHUNKED = ("chunked_attention",)
 WHOLE = ("full_attention", "hybrid", "attention")
-"""Layer types of transformers' configurations; `hybrid` ones have recurrent states beside their attention."""
+"""Layer types of transformers' configurations. Layers of type `hybrid` have recurrent states and attention."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """The tokens that a query sees: the last `size` with its own, or those since the last multiple of `size`."""
+    """The tokens that a query sees: the last `size` with its own or, if chunked, those from a multiple of `size` on."""
 
     size: int
     chunked: bool = False
 
     def first(self, query: Position) -> Position:
-        """Returns the first position that the query at a position sees, below 0 where the text is shorter."""
+        """Returns the first position that the query at a position sees, negative if the text is shorter."""
         return query // self.size * self.size if self.chunked else query - self.size + 1
 
 
@@ -51,7 +51,7 @@ def window_of(layer: nn.Module) -> Window | None:
     """Returns the window of an attention layer, None if it reads the whole text.
 
     Raises:
-        ValueError: the layer is of another kind, such as one that chooses blocks of tokens itself.
+        ValueError: the layer is of another type, such as one that selects blocks of tokens itself.
     """
     config, types = layer.config, getattr(layer.config, "layer_types", None)  # looked up as transformers' caches do
     sliding, chunk = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -66,7 +66,7 @@ def window_of(layer: nn.Module) -> Window | None:
     if kind in CHUNKED:
         return Window(chunk, chunked=True)
     if kind not in WHOLE:
-        raise ValueError(f"{type(layer).__name__} is a layer of type {kind}, which reads a choice of its own")
+        raise ValueError(f"{type(layer).__name__} is a layer of type {kind}, which selects tokens itself")
     return None
 
 
@@ -115,9 +115,8 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the decoder's self-attention modules in layer order.
 
     Raises:
-        ValueError: `model` is none of transformers'; there are no such modules that use transformers' attention
-            interface, or none that reads the whole text; they belong to an encoder too, read what follows a token, are
-            shared between layers, or cap their scores.
+        ValueError: `model` is not of transformers or has an encoder; no module uses transformers' attention interface,
+            or none reads the whole text; the modules are not causal, are shared between layers, or cap their scores.
     """
     name = type(model).__name__
     if not hasattr(model, "get_decoder"):
@@ -152,26 +151,26 @@ def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 @cache
 def _uses_interface(kind: type) -> bool:
-    """Whether modules of a class look their attention up, as transformers' own do, where it can be replaced."""
+    """Returns whether modules of a class look up their attention function in transformers' attention interface."""
     forwards = (vars(base).get("forward") for base in kind.__mro__)
     return any("ALL_ATTENTION_FUNCTIONS" in unwrap(f).__code__.co_names for f in forwards if isfunction(f))
 
 
 def require_attention_alone(model: PreTrainedModel) -> None:
-    """Raises ValueError if a pass needs more of the text before it than the keys and values of every layer."""
+    """Raises ValueError if a pass needs more of the tokens before it than their keys and values in every layer."""
     layers = attention_layers(model)
     name, config = type(model).__name__, text_config(model)
     if getattr(model, "_is_stateful", False) or len(layers) != config.num_hidden_layers:
-        raise ValueError(f"{name} has layers with states beside attention, which partial_kv alone supports")
+        raise ValueError(f"{name} has layers with states other than keys and values, which only partial_kv supports")
     if getattr(config, "attn_temperature_tuning", False):
         raise ValueError(
-            f"{name} scales queries by the length of its cache (attn_temperature_tuning), which partial_kv alone "
+            f"{name} scales queries by the length of its cache (attn_temperature_tuning), which only partial_kv "
             "supports"
         )
     if getattr(config, "num_kv_shared_layers", 0) and transformers.__version__.startswith("4."):
         raise ValueError(
             f"{name} shares keys between layers through its cache in transformers {transformers.__version__}, which "
-            "partial_kv alone supports; install transformers 5"
+            "only partial_kv supports; install transformers 5"
         )
 
 
@@ -191,7 +190,7 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def sinks_of(layer: nn.Module) -> Tensor | None:
-    """Returns the logits [Hq] that a layer's query heads give to no token at all, None if it has none."""
+    """Returns the logits [Hq] of a layer's attention sinks, None if it has no sinks."""
     return getattr(layer, "sinks", None)
 
 
@@ -217,8 +216,8 @@ def _attention_with_sinks(
 ) -> Tensor:
     """Adds each head's sink as a first token without a value, and calls the same kernels.
 
-    The token's key is 1 / scaling in a dimension of its own, where the other keys are 0 and queries have the sink. A
-    first query that is dropped keeps the plain causal mask aligned.
+    An additional dimension holds 1 / scaling in this token's key, 0 in the other keys, and the sink in the queries. An
+    additional first query, whose output is dropped, keeps the plain causal mask aligned.
     """
     sinks = sinks_of(module)
     if mask is None and query.shape[2] > 1:
@@ -248,7 +247,7 @@ def _dispatch(
     **options: Any,
 ) -> tuple[Tensor, None]:
     if window_of(module) is None and options.get("sliding_window") is not None:
-        raise ValueError(f"{type(module).__name__} has a sliding window that config.layer_types does not tell of")
+        raise ValueError(f"{type(module).__name__} has a sliding window that config.layer_types does not name")
     if options.get("s_aux") is not sinks_of(module):
         raise ValueError(f"{type(module).__name__} has sinks (s_aux) other than its parameter `sinks`")
     for option in ("softcap", "position_bias"):
@@ -259,7 +258,7 @@ def _dispatch(
 
 
 def visible_columns(module: nn.Module, mask: Tensor | None) -> Tensor | None:
-    """The mask as bool, True where a query may look; older models of transformers add 0 or a very low number instead.
+    """Converts a mask to bool, True where a query may look; older models of transformers add 0 or a very low number.
 
     Raises:
         ValueError: the mask adds other numbers, which change attention.
@@ -299,7 +298,7 @@ def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
 
 
 def model_at_fault(spec: BackboneSpec) -> str:
-    """Says why a model may return values that are not finite, and what to do."""
+    """Returns a message that says why a model may return values that are not finite, and what to do."""
     return f"{spec.model_id} has damaged weights or overflows in {spec.dtype}: fetch it again, or choose another dtype"
 
 

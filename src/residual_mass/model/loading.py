@@ -78,7 +78,7 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) ->
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    """Returns token ids of `text` as the only user message in the model's chat template, and of the template before it.
+    """Returns token ids of `text` as the only user message in the model's chat template, and those before the message.
 
     Raises:
         ValueError: the tokenizer has no chat template, or the BOS tokens are not as in `encode`.
@@ -139,7 +139,7 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
 def wrap_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, model_id: str = "", revision: str = ""
 ) -> Backbone:
-    """Makes a backbone of a model that is loaded already, in evaluation mode and without gradients.
+    """Wraps a loaded model as a backbone, in evaluation mode and without gradients.
 
     Args:
         model_id, revision: name of the weights in files and messages; by default what the configuration says.
@@ -158,7 +158,7 @@ def wrap_model(
 
 @contextmanager
 def one_line_errors(where: str) -> Iterator[None]:
-    """Turns any error of transformers about a model's files into one line with the model and the remedy."""
+    """Converts errors of transformers about a model's files to one line with the model and the remedy."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -173,7 +173,7 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
     weights = {"random": "random seed 0", "hub": spec.revision}.get(spec.source)
     if weights is None:
         file = Path(_location(spec.model_id, spec.revision, spec.source, assets)[0]) / "model.safetensors"
-        with open_safetensors(file):  # reports a damaged file in one line, transformers on a page
+        with open_safetensors(file):  # reports a damaged file in one line; transformers' own error fills a page
             weights = sha256_of(file)
         if listed_in(assets / MANIFEST).get(file.relative_to(assets).as_posix(), weights) != weights:
             raise ValueError(f"{file}: not the file that {assets / MANIFEST} lists (sha256); {MAKE} again")

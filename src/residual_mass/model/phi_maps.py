@@ -65,8 +65,8 @@ class PhiMaps(nn.Module):
         self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
 
     def on(self, model: nn.Module) -> PhiMaps:
-        """Returns these maps if they are on the model's device and as wide as it is, otherwise such a copy (`to` would
-        change the caller's maps).
+        """Returns these maps if they are on the model's device and have its precision or a higher one, otherwise a copy
+        that does (`to` would change the caller's maps).
         """
         own, other = next(self.parameters()), next(model.parameters())
         where = (other.device, torch.promote_types(own.dtype, other.dtype))
@@ -74,7 +74,7 @@ class PhiMaps(nn.Module):
 
     @torch.no_grad()
     def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:
-        """Returns (phi_q, phi_k) per layer with linear chains multiplied out, for decoding."""
+        """Returns (phi_q, phi_k) of every layer with consecutive linear layers multiplied out, for decoding."""
         return [(q.fold(), k.fold()) for q, k in zip(self.query, self.key, strict=True)]
 
     def require(self, shape: HeadShape, model_id: str | None = None, revision: str | None = None) -> None:
@@ -125,14 +125,14 @@ class PhiMaps(nn.Module):
 
 
 def files_by_label(phi: Sequence[Path], maps: Sequence[MapsSpec], arms: Iterable[ArmSpec] = ()) -> dict[str, Path]:
-    """The files of a spec's maps by label.
+    """Returns the files of a spec's maps by label.
 
     Raises:
-        ValueError: there is not one file for each, or an arm needs maps that are not among them.
+        ValueError: the numbers of files and maps differ, or an arm needs maps that are not among them.
     """
     if len(phi) != len(maps):
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
-    files = {each.label: path for each, path in zip(maps, phi, strict=True)}
+    files = {spec.label: path for spec, path in zip(maps, phi, strict=True)}
     for arm in arms:
         if arm.needs_maps and arm.maps not in files:
             raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(files)}")
@@ -141,7 +141,7 @@ def files_by_label(phi: Sequence[Path], maps: Sequence[MapsSpec], arms: Iterable
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file; raises ValueError naming it if it is missing or damaged."""
+    """Opens a safetensors file; raises ValueError with its name if it is missing or damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as stream:
             yield stream
@@ -152,7 +152,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Writes the file atomically; raises OSError naming it on failure (a full disk)."""
+    """Writes the file atomically; raises OSError with its name on failure, such as a full disk."""
     with atomic_write(path) as temporary:
         try:
             save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)

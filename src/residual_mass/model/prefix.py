@@ -1,4 +1,4 @@
-"""What new tokens attend to: a prefix through their methods, and the tokens after it exactly.
+"""Attention of new tokens, to a prefix through their methods and to the tokens after it exactly.
 
 A prefix is read-only and shared by query rows: arms, query heads and tokens.
 
@@ -53,7 +53,7 @@ MOST_ROWS = 2**16
 
 
 class Span(NamedTuple):
-    """The columns of a prefix without gaps, for the kernels."""
+    """The real columns of a prefix, which have no gaps, for the kernels."""
 
     first: Tensor
     """[E] int32, the first real column."""
@@ -73,13 +73,13 @@ class PrefixLayer:
     anchors: Selected
     """The anchors again, as indices [E, 1, 1, |A|]."""
     states: dict[Residual, tuple[Tensor, ...]] = field(default_factory=dict)
-    """What residuals with terms of their own keep of the prefix, made when first asked for."""
+    """Summaries of residuals with terms of their own, computed at first use."""
     scanned: dict[Selector, tuple[Tensor, ...]] = field(default_factory=dict)
-    """What selectors keep of it, likewise."""
+    """Summaries of selectors, computed at first use."""
     span: Span | None = None
-    """None where the real columns may have gaps."""
+    """None if the real columns may have gaps."""
     summarised: int | None = None
-    """Columns of the prefix that its states were made of; None for all."""
+    """Number of columns that the summaries were computed from; None for all."""
 
     def state(self, residual: Residual) -> tuple[Tensor, ...]:
         if residual not in self.states:
@@ -93,18 +93,18 @@ class PrefixLayer:
         return self.scanned[selector]
 
     def grown(self, keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec) -> PrefixLayer:
-        """The prefix with further columns, as `build_prefix` makes it, and with its states brought up to date. The last
-        anchors move along, so that those of before join the mid-region.
+        """Builds the prefix with further columns, and updates the summaries. The tail anchors are those of the new
+        prefix; tail anchors of the old prefix join the mid-region.
 
-        Updates keep the clusters, channels and groups of the tokens that a state was made of. When the columns between
-        the anchors have doubled since, states are made anew of all keys.
+        Updates keep the clusters, channels and groups that a summary was computed with. Once the number of columns
+        between the anchors has doubled, summaries are computed again from all keys.
         """
         length = self.partition.mid.shape[-1]
-        layer, made_of = build_prefix(keys, values, real, anchors), self.summarised or length
+        layer, summarised = build_prefix(keys, values, real, anchors), self.summarised or length
         fixed = anchors.sink + anchors.tail
-        if keys.shape[2] - fixed >= 2 * max(made_of - fixed, 0):
+        if keys.shape[2] - fixed >= 2 * max(summarised - fixed, 0):
             return layer
-        layer = replace(layer, summarised=made_of)
+        layer = replace(layer, summarised=summarised)
         start = max(0, length - anchors.tail)
         before = nn.functional.pad(self.partition.mid, (0, keys.shape[2] - length))
         joined = (layer.partition.mid & ~before)[:, :, 0, start:]
@@ -154,7 +154,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class ArmRows:
-    """Settings of each query row of a KV head; all G heads of an arm are alike."""
+    """Settings of each query row of a KV head; all G heads of an arm have the same."""
 
     adds_residual: Tensor
     """[R] bool."""
@@ -166,15 +166,15 @@ class ArmRows:
     own: tuple[tuple[Residual, Tensor], ...]
     """Residuals with terms of their own, each with the indices of its rows."""
     selectors: tuple[tuple[Selector, Tensor], ...]
-    """Selectors, likewise."""
+    """Selectors, each with the indices of its rows."""
     layout: Layout
     for_kernels: MethodRows | None
-    """The same for the kernels; None if an arm has a method that they do not compute."""
+    """The settings for the kernels; None if an arm has a method that they do not compute."""
 
     @property
     def uses_scan(self) -> bool:
-        """Whether a residual asks for the scores that its selector saw."""
-        return any(one.uses_scan for one, _ in self.own)
+        """Whether a residual uses the scores that its selector saw."""
+        return any(residual.uses_scan for residual, _ in self.own)
 
 
 def arm_rows(
@@ -186,24 +186,24 @@ def arm_rows(
     device: torch.device,
     tokens: int = 1,
 ) -> ArmRows:
-    """Builds `group` rows per partial arm, query heads of so many tokens; L in the formula of K is `nominal_length`, or
-    each prefix's own length if that is None.
+    """Builds `group` rows per partial arm, for its query heads and `tokens` tokens. L in the formula of K is
+    `nominal_length`, or each prefix's own length if that is None.
     """
     rules = [arm.rule for arm in arms]
     k = [[retrieved_by(arm, n, anchors, nominal_length) for arm in arms] for n in prefix_lengths]
     adds, subtracts = [rule.phi is not None for rule in rules], [rule.subtracts for rule in rules]
 
-    def rows(of_arms: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
-        return torch.tensor(of_arms, dtype=dtype, device=device).repeat_interleave(group, dim=-1)
+    def rows(settings: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.tensor(settings, dtype=dtype, device=device).repeat_interleave(group, dim=-1)
 
     def indices(parts: Sequence[Any]) -> tuple[tuple[Any, Tensor], ...]:
-        found = dict.fromkeys(part for part in parts if part is not None)
-        return tuple((one, rows([part == one for part in parts]).nonzero().flatten()) for one in found)
+        distinct = dict.fromkeys(part for part in parts if part is not None)
+        return tuple((part, rows([own == part for own in parts]).nonzero().flatten()) for part in distinct)
 
     for_kernels = None
     if all(rule.selector == TopK() and (rule.own is None or rule.own.fused) for rule in rules):
         kinds = [ADDS * (r.phi is not None) + SUBTRACTS * r.subtracts + MOMENTS * (r.own is not None) for r in rules]
-        most = max((max(each, default=0) for each in k), default=0)
+        most = max((max(counts, default=0) for counts in k), default=0)
         for_kernels = MethodRows(rows(k, torch.int32), rows(kinds, torch.int32), most)
     return ArmRows(
         rows(adds),
@@ -232,7 +232,7 @@ def build_prefix(keys: Tensor, values: Tensor, real: Tensor, anchors: AnchorSpec
     Args:
         keys, values: [E, Hkv, L, D].
         real: [E, L] bool, False on padding.
-        gapless: whether padding is known to be at the ends only, which takes a wait for the device to find out.
+        gapless: whether padding is known to be at the ends only; to find out would synchronise with the device.
     """
     masks = partition(real, anchors.sink, anchors.tail)
     masks = Partition(masks.anchors[:, None, None], masks.mid[:, None, None])
@@ -250,7 +250,7 @@ def summarise_prefix(layer: PrefixLayer, key_map: Map) -> Summary:
 
 
 class Reading(NamedTuple):
-    """What query rows read of a prefix: the same for every method with their selectors."""
+    """Tokens that query rows read of a prefix, the same for every method with their selectors."""
 
     queries: Tensor
     """[E, Hkv, R, D], scaled."""
@@ -261,13 +261,13 @@ class Reading(NamedTuple):
     threshold: Tensor
     """[E, Hkv, R], as in `methods.interface.Choice`."""
     scanned: Tensor | None
-    """[E, Hkv, R, L], likewise; with several selectors, where a residual uses it."""
+    """[E, Hkv, R, L], as in `Choice`; None for several selectors if no residual uses it."""
 
 
 def prefix_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
-    """Computes unnormalised terms of partial arms over the prefix, in float32 or wider; in kernels where they can.
+    """Computes unnormalised terms of partial arms over the prefix, in float32 or wider; by kernels if `kernels_serve`.
 
     Args:
         queries: [E, Hkv, R, D].
@@ -284,8 +284,8 @@ def read_prefix(queries: Tensor, layer: PrefixLayer, arms: ArmRows, scale: float
     scores = scaled @ promoted(layer.keys).transpose(-1, -2)
     mid, choices = layer.partition.mid, []
     for selector, rows in arms.selectors:
-        of_rows = (scaled, scores) if len(arms.selectors) == 1 else (scaled[:, :, rows], scores[:, :, rows])
-        choices.append(selector.select(*of_rows, layer.scan(selector), mid, arms.k[..., rows], arms.layout))
+        inputs = (scaled, scores) if len(arms.selectors) == 1 else (scaled[:, :, rows], scores[:, :, rows])
+        choices.append(selector.select(*inputs, layer.scan(selector), mid, arms.k[..., rows], arms.layout))
     if len(choices) == 1:
         return Reading(scaled, scores, *choices[0])
     slots = max(choice.read.indices.shape[-1] for choice in choices)
@@ -300,7 +300,7 @@ def read_prefix(queries: Tensor, layer: PrefixLayer, arms: ArmRows, scale: float
 def terms_of(
     reading: Reading, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows
 ) -> Terms:
-    """Computes the terms of rows that have been read; as `prefix_terms`."""
+    """Computes the terms of `prefix_terms` from a reading."""
     estimate = _estimate(log_query, summary, arms) if arms.any_residual else None
     terms = one_gather_terms(reading.scores, promoted(layer.values), layer.anchors, reading.retrieved, estimate)
     for rows, own in own_residuals(reading, layer, arms):
@@ -312,8 +312,8 @@ def terms_of(
 
 
 def phi_log_mass(reading: Reading, log_query: Tensor | None, summary: Summary | None, arms: ArmRows) -> Tensor:
-    """Computes log Z_R hat [E, Hkv, R] of the feature maps, the mass that `terms_of` adds for unread tokens; -inf where
-    it adds nothing.
+    """Computes log Z_R hat [E, Hkv, R] of the feature maps, the mass that `terms_of` adds for unread tokens; -inf in
+    rows where it adds nothing.
     """
     return estimated_log_mass(reading.retrieved, _estimate(log_query, summary, arms))
 
@@ -324,23 +324,23 @@ def _estimate(log_query: Tensor | None, summary: Summary | None, arms: ArmRows) 
 
 
 def own_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterator[tuple[Tensor, Terms]]:
-    """Yields the terms [E, Hkv, R, ...] of residuals with terms of their own, after the indices of their rows; rows
-    that read the whole mid-region have none.
+    """Yields residuals' own terms [E, Hkv, R, ...] with the indices of their rows; terms are zero in rows that read the
+    whole mid-region.
     """
     if not arms.own:
         return
     scaled, scores, retrieved, threshold, scanned = reading
     unread = layer.partition.mid & ~retrieved.mask(scores.shape[-1])
-    of_all = scaled, threshold, *retrieved, unread, scores, scanned
+    inputs = scaled, threshold, *retrieved, unread, scores, scanned
     for residual, rows in arms.own:
         whole = len(rows) == scores.shape[2]
-        own = [part if whole or part is None else part[:, :, rows] for part in of_all]
-        queries, least, indices, valid, left, of_rows, saw = own
-        seen = Seen(queries, least, Selected(indices, valid), left, of_rows, promoted(layer.values), saw)
+        own = [part if whole or part is None else part[:, :, rows] for part in inputs]
+        queries, threshold, indices, valid, unread, exact, scanned = own
+        seen = Seen(queries, threshold, Selected(indices, valid), unread, exact, promoted(layer.values), scanned)
         estimate = Terms(*residual.terms(seen, layer.state(residual)))
-        some = layer.partition.mid.sum(-1) > seen.read.valid.sum(-1)
-        numerator = torch.where(some.unsqueeze(-1), estimate.numerator, 0)
-        yield rows, Terms(numerator, torch.where(some, estimate.denominator, 0), estimate.shift)
+        has_unread = layer.partition.mid.sum(-1) > valid.sum(-1)
+        numerator = torch.where(has_unread.unsqueeze(-1), estimate.numerator, 0)
+        yield rows, Terms(numerator, torch.where(has_unread, estimate.denominator, 0), estimate.shift)
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:
@@ -359,11 +359,11 @@ def rows_of_heads(x: Tensor, kv_heads: int, arms: int = 1) -> Tensor:
 def merge_with_prefix(
     layer: nn.Module, query: Tensor, prefix: Terms, near: Sequence[tuple[Tensor, Tensor, Tensor]], scale: float
 ) -> Tensor:
-    """Merges a prefix's terms with the exact ones of tokens after it and with the layer's sinks: [N, T, Hq, D].
+    """Merges a prefix's terms with the exact terms of tokens after it and with the layer's sinks: [N, T, Hq, D].
 
     Args:
         query: [N, Hq, T, D]; prefix: [N, Hkv, G * T, ...].
-        near: keys and values [N or 1, Hkv, C, D], and which of them new tokens see [N or 1, T, C] bool.
+        near: keys and values [N or 1, Hkv, C, D], and the mask [N or 1, T, C] bool of those that new tokens see.
     """
     tokens, kv_heads = query.shape[2], prefix.shift.shape[1]
     rows = promoted(query).unflatten(1, (kv_heads, -1))  # [N, Hkv, G, T, D]
@@ -372,8 +372,8 @@ def merge_with_prefix(
     terms = [prefix]
     for keys, values, visible in near:
         scores = attention_scores(rows, promoted(keys).unsqueeze(2), scale)
-        of_rows = exact_terms(scores, promoted(values).unsqueeze(2), visible[:, None, None])
-        terms.append(Terms(*(part.flatten(2, 3) for part in of_rows)))
+        exact = exact_terms(scores, promoted(values).unsqueeze(2), visible[:, None, None])
+        terms.append(Terms(*(part.flatten(2, 3) for part in exact)))
     if (sinks := sinks_of(layer)) is not None:
         terms.append(sink_terms(promoted(sinks).unflatten(0, (kv_heads, -1)).repeat_interleave(tokens, 1)))
     output = merge(*terms).unflatten(2, (-1, tokens)).flatten(1, 2)
@@ -381,7 +381,7 @@ def merge_with_prefix(
 
 
 def kernels_serve(queries: Tensor, layer: PrefixLayer, summary: Summary | None, arms: ArmRows) -> bool:
-    """Whether the kernels compute what `prefix_terms` is asked for, on this device."""
+    """Returns whether the kernels compute `prefix_terms` for these arguments on this device."""
     keys, values, span = layer.keys, layer.values, layer.span
     if span is None or arms.for_kernels is None or not kernels_run_on(keys.device):
         return False
@@ -400,7 +400,7 @@ def kernels_serve(queries: Tensor, layer: PrefixLayer, summary: Summary | None, 
 def kernel_terms(
     queries: Tensor, log_query: Tensor | None, layer: PrefixLayer, summary: Summary | None, arms: ArmRows, scale: float
 ) -> Terms:
-    """Same as `prefix_terms`, where `kernels_serve`."""
+    """Same as `prefix_terms`, for arguments with `kernels_serve`."""
     from residual_mass.core.fused.triton_path import prefix_terms
 
     assert layer.span is not None and arms.for_kernels is not None

@@ -1,9 +1,9 @@
 """Greedy decoding of one method from static buffers, on a GPU from CUDA graphs.
 
-No step makes the host wait for values: sizes are known before the first step, and the chosen token stays on the device,
-as does the column L + t of the buffers that step t fills and reads up to. So one graph serves all steps where the
-attention reads its sizes on the device, as our kernels do; Full's and torch's, which get them from the host, need one
-per step.
+The host waits for no step: sizes are known before the first step, and the chosen token stays on the device. So does the
+column L + t of the buffers, which step t fills and up to which it reads. One graph serves all steps if attention reads
+its sizes on the device, as our kernels do. Full's and torch's attention get them from the host and need one graph per
+step.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T = decoded steps, D = head dimension.
 """
@@ -41,19 +41,19 @@ def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
     Raises:
         ValueError: the prompts differ in length.
     """
-    lengths = {key.shape[2] for one in read for key, _ in one.layers.values()}
+    lengths = {key.shape[2] for prefill in read for key, _ in prefill.layers.values()}
     if len(lengths) != 1:
         raise ValueError(f"prompts have {len(lengths)} lengths, but static buffers take one; cut them to the shortest")
     caches = []
     for layer in sorted(read[0].layers):
-        keys, values = (torch.cat(rows) for rows in zip(*(one.layers.pop(layer) for one in read), strict=True))
+        keys, values = (torch.cat(rows) for rows in zip(*(prefill.layers.pop(layer) for prefill in read), strict=True))
         first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
         caches.append(build_cache(keys, values, first, first + keys.shape[2], steps))
     return caches
 
 
 def fused_method(method: str | Method) -> Method:
-    """Looks up a method with a fast decode step; raises ValueError if it has none or its name is not known."""
+    """Looks up a method with a fast decode step; raises ValueError if it has none or its name is unknown."""
     rule = method_named(method)
     if not rule.fused:
         raise ValueError(f"method {rule.name} has no fast decode step; use partial_kv")
@@ -61,7 +61,7 @@ def fused_method(method: str | Method) -> Method:
 
 
 def prepared(cache: DecodeCache, rule: Method, key_map: Map | None, anchors: AnchorSpec) -> DecodeCache:
-    """Adds to a layer's cache what a method keeps of its prompt."""
+    """Adds a method's summaries of the prompt to a layer's cache."""
     if key_map is not None:
         cache = with_summary(cache, map_heads(key_map, cache.keys[:, :, : cache.length]), anchors.sink, anchors.tail)
     elif rule.own is not None:
@@ -82,7 +82,7 @@ class StaticDecoder:
         steps: tokens after the first, at most the room of the buffers.
 
     Raises:
-        ValueError: the method is not known or has no fast step; maps are missing or of another shape.
+        ValueError: the method is unknown or has no fast step; maps are missing or have another shape.
     """
 
     @torch.no_grad()
@@ -109,14 +109,14 @@ class StaticDecoder:
         ]
         self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
         self.query_maps = [query_map for query_map, _ in maps]
-        self.query_kernels = [query_map_for(self.attention, each, caches[0].keys.dtype) for each in self.query_maps]
+        self.query_kernels = [query_map_for(self.attention, phi_q, caches[0].keys.dtype) for phi_q in self.query_maps]
         batch, self.length = caches[0].keys.shape[0], caches[0].length
         self.step = 0
         self.shared: dict[str, object] = {}
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=self.device)
         self.tokens = torch.zeros(batch, steps, dtype=torch.long, device=self.device)
         self.column = torch.full((1,), self.length, device=self.device)
-        # transformers passes a 4D mask through; without a mask it would inspect values on the host.
+        # transformers passes a 4D mask through; without a mask it would read values on the host.
         self.mask = torch.ones(batch, 1, 1, 1, dtype=torch.bool, device=self.device)
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
@@ -158,7 +158,7 @@ class StaticDecoder:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Records CUDA graphs of the steps, after these ran once without; does nothing on a CPU."""
+        """Captures CUDA graphs of the steps after a warm-up; does nothing on a CPU."""
         if self.device.type != "cuda" or self.graphs:
             return
         steps = range(1 if self.sizes_on_device else self.steps)
@@ -181,8 +181,8 @@ class StaticDecoder:
     def run(self, first: Tensor, ends: Collection[int] = ()) -> Tensor:
         """Decodes tokens [B, T] after the tokens `first` [B], into a buffer that the next run overwrites.
 
-        Queues the work without waiting for the device. With end tokens `ends` it waits for every step, and stops once
-        each row has generated one: [B, <= T].
+        Queues the work without waiting for the device. With end tokens `ends`, waits for every step and stops once each
+        row has generated one: [B, <= T].
         """
         self._begin(first)
         ended, end_tokens = torch.zeros_like(first, dtype=torch.bool), first.new_tensor(list(ends))

@@ -197,7 +197,7 @@ def test_tokens_that_are_taken_out_again_leave_nothing(library: Library, bits: i
     assert relative < {16: 1e-5, 8: 0.01, 4: 0.01}[bits]  # other blocks may have been packed
     check_all(cache, queries[:, :, :1])
     with pytest.raises(
-        ValueError, match=f"of a packed cache the last {int(cache.recents) - 4} tokens can be taken out, not 700"
+        ValueError, match=f"only the last {int(cache.recents) - 4} tokens of a packed cache can be removed, not 700"
     ):
         cache.drop(700)
     with pytest.raises(ValueError, match="65 tokens at once, more than a block of 64"):

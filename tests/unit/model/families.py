@@ -88,7 +88,7 @@ def hybrid(name: str, model: str, **settings: Any) -> Family:
 
 def stateful(name: str, model: str, layers: tuple[int, ...] = (1,), **settings: Any) -> Family:
     """A family with recurrent or convolutional layers."""
-    return Family(name, model, settings, BESIDE, layers, arms="has layers with states beside attention")
+    return Family(name, model, settings, BESIDE, layers, arms="has layers with states other than keys and values")
 
 
 def refused(name: str, model: str, line: str, **settings: Any) -> Family:
