@@ -85,7 +85,8 @@ def partial_kv(
 
     Raises:
         ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
-            supported or already hooked; `generate` without a cache or with drafts of several tokens.
+            supported or already hooked; a `cache` for another method; `generate` without a cache, with drafts of
+            several tokens or with guidance by a second text.
     """
     session: Session = partial_session(model, method, budget, phi, num_sink, num_tail, fold)
     if cache is not None:
