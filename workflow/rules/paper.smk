@@ -35,7 +35,7 @@ use rule score as comparison with:
     input:
         unpack(plan.inputs("comparison")),
     output:
-        out=shown(paths.COMPARISON, "Beside the paper", "comparison", "{study}"),
+        out=shown(paths.COMPARISON, "Comparison with the paper", "comparison", "{study}"),
     log:
         "logs/comparison/{study}.log",
     benchmark:

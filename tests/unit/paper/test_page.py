@@ -1,4 +1,4 @@
-"""The page: every cell is on it, nothing is loaded from outside, and it opens with findings."""
+"""The page: it has every cell, loads nothing from outside, and begins with findings."""
 
 from __future__ import annotations
 
@@ -91,4 +91,4 @@ def test_it_opens_with_findings_and_the_figure_of_fidelity(html: str) -> None:
 
 def test_the_same_bytes_twice_and_no_comparison(html: str, tmp_path: Path) -> None:
     assert make(tmp_path) == html
-    assert "dphi_ablation" not in html and "Beside the paper" not in make(tmp_path, comparison=None)
+    assert "dphi_ablation" not in html and "Comparison with the paper" not in make(tmp_path, comparison=None)

@@ -1,4 +1,4 @@
-"""Tables: the paper's own as goldens, what is printed bold and marked, and what is refused."""
+"""Tables: the paper's own as goldens, bold type and marks, and refusals."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_ablation_has_no_column_of_a_benchmark_that_is_not_evaluated() -> Non
 def test_captions_name_data_weights_and_sizes() -> None:
     rows, spec = study_rows("babilong_sweep", data="simulated", weights="random", n="40", model_id="org/Other_LM")
     tex = latex(made("babilong_sweep", rows, spec))
-    assert r"\shortstack[l]{4k\\(simulated)}" in tex and "made here after the benchmark's definition" in tex
+    assert r"\shortstack[l]{4k\\(simulated)}" in tex and "generated here from the benchmark's definition" in tex
     assert r"Random weights (org/Other\_LM)" in tex and "Examples behind a value: 40." in tex
     assert r"The paper does not evaluate org/Other\_LM" in tex
     rows, spec = study_rows(flags="beats_full")
