@@ -1,7 +1,7 @@
-"""Writes what tests/golden/ holds; read the difference before committing it.
+"""Writes the files of tests/golden/; read the difference before committing it.
 
-python tools/goldens.py                      jobs_{study}.txt: what every job of each study reads, makes and is told
-python tools/goldens.py --numbers [STUDY]    numbers.csv as well, from the tiny study: a finished one, or run for this
+python tools/goldens.py                      jobs_{study}.txt: inputs, outputs and spec of every job of each study
+python tools/goldens.py --numbers [STUDY]    numbers.csv as well, from a finished tiny study, or from a new run of it
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ QUANTITIES = {
     "training_tiny_1k-variants.csv": ("layer == 'all' and step == 6", "variant corpus k", "e_sub kl"),
     "diagnostics/accounting_tiny.csv": ("", "corpus budget_percent", "e_topk e_sub e_nosub e_exact_nosub log_z_error"),
 }  # fmt: skip
-"""Of results of the tiny study: which rows, the columns that name them, and the numbers that are compared."""
+"""By result of the tiny study: a query for rows, the columns that name them, and the columns that are compared."""
 LONG = 60
-"""Values of a spec with more characters are written once for all jobs of a rule."""
+"""Longer values of a spec are written once for all jobs of a rule."""
 
 
 def studies() -> list[str]:
@@ -46,7 +46,7 @@ def studies() -> list[str]:
 
 
 def golden_jobs(study: str) -> str:
-    """A block for each rule: its flags, what all its jobs are told (=), what several are told (@), and the jobs."""
+    """Returns a block for each rule: flags, values that all of its jobs share (=), long values (@), and the jobs."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, ROOT / "tools" / "jobs.py", "--directory", folder, "--config", f"study={study}"]
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -65,8 +65,8 @@ def block(rule: str, jobs: list[dict[str, Any]]) -> str:
     lines += [f"  @{number} {value}" for number, value in enumerate(long)]
     for job, spec in zip(jobs, own, strict=True):
         lines += [f"  {' '.join(job['output'])}"] + [f"    < {path}" for path in runs(job["input"])]
-        told = [f"{key}: {f'@{long.index(value)}' if value in long else value}" for key, value in sorted(spec.items())]
-        lines += [f"    = {', '.join(told)}"] if told else []
+        pairs = [f"{key}: {f'@{long.index(value)}' if value in long else value}" for key, value in sorted(spec.items())]
+        lines += [f"    = {', '.join(pairs)}"] if pairs else []
     return "\n".join(lines) + "\n"
 
 
@@ -75,19 +75,19 @@ def written(value: Any) -> str:
 
 
 def flags(shell: str) -> str:
-    """The stage and its flags, without values and without what starts it on several GPUs."""
+    """Returns the stage and its flags, without values and without a launcher for several GPUs."""
     stage = re.search(r"-m residual_mass (\S+)(.*)", shell, re.DOTALL)
     return " ".join([stage[1], *(word for word in shlex.split(stage[2]) if word.startswith("--"))]) if stage else shell
 
 
 def runs(paths: list[str]) -> list[str]:
-    """Paths in order, those of one folder on one line; a few on one line altogether."""
-    found = [" ".join(group) for _, group in groupby(dict.fromkeys(paths), key=os.path.dirname)]
-    return found if len(found) > 6 else [" ".join(found)] * bool(found)
+    """Returns lines of paths in order: one line per folder, or a single line if there are at most six."""
+    lines = [" ".join(group) for _, group in groupby(dict.fromkeys(paths), key=os.path.dirname)]
+    return lines if len(lines) > 6 else [" ".join(lines)] * bool(lines)
 
 
 def golden_numbers(results: Path) -> pd.DataFrame:
-    """One row for each number of QUANTITIES, from the results/ of the tiny study."""
+    """Returns one row for each number of QUANTITIES, from the results/ of the tiny study."""
     parts = []
     for name, (rows, places, numbers) in QUANTITIES.items():
         table = pd.read_csv(results / name, dtype={"budget_percent": float, "maps": str, "layer": str})

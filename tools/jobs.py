@@ -1,4 +1,4 @@
-"""Prints every job of a target as JSON, without running any: rule, inputs, outputs, params and shell command.
+"""Prints rule, inputs, outputs, params and shell command of every job of a target as JSON, without running it.
 
 python tools/jobs.py --config study=paper            the jobs of `all`
 python tools/jobs.py --checkout OTHER --directory FOLDER TARGET...
@@ -21,17 +21,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", default=["all"])
     parser.add_argument("--checkout", type=Path, default=Path(__file__).parents[1])
-    parser.add_argument("--directory", type=Path, help="where results/ is (default: the checkout)")
+    parser.add_argument("--directory", type=Path, help="folder with results/ (default: the checkout)")
     parser.add_argument("--config", nargs="*", default=[], metavar="KEY=VALUE")
-    given = parser.parse_args()
-    config = dict(pair.split("=", 1) for pair in given.config)
-    printed, sys.stdout = sys.stdout, sys.stderr  # to the end: the workflow may say something when it ends
-    jobs = planned(given.checkout.resolve(), given.directory or given.checkout, given.targets, config)
-    json.dump(jobs, printed)
+    options = parser.parse_args()
+    config = dict(pair.split("=", 1) for pair in options.config)
+    stdout, sys.stdout = sys.stdout, sys.stderr  # for good, because the workflow may print when it ends
+    jobs = planned(options.checkout.resolve(), options.directory or options.checkout, options.targets, config)
+    json.dump(jobs, stdout)
 
 
 def planned(checkout: Path, directory: Path, targets: list[str], config: dict[str, str]) -> list[dict[str, Any]]:
-    """The jobs behind `targets`, whether their files are there or not, sorted by rule and outputs."""
+    """Returns the jobs that `targets` need, even if their files exist, sorted by rule and outputs."""
     with SnakemakeApi(OutputSettings(quiet={Quietness.ALL})) as api:
         workflow = api.workflow(
             snakefile=checkout / "Snakefile", workdir=directory, resource_settings=ResourceSettings(cores=2),

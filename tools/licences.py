@@ -1,8 +1,8 @@
-"""Writes docs/licences.md: what the project is built on and what it fetches, each with its version and licence.
+"""Writes docs/licences.md: versions and licences of the project's packages, and of the models and data that it fetches.
 
-Packages are those of requirements.lock, read from their own metadata, so they have to be installed; a test compares
-the page with the lock. Models and data out of wheels are described where they are taken from. What pages on the hub
-state is written down in HUB_LICENCES, and `prefetch` writes into its manifest what it finds there.
+Packages are those of requirements.lock. They must be installed, because their licences are read from their metadata; a
+test compares the page with the lock. `texts.assets` describes models and data from wheels, HUB_LICENCES those from the
+hub.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ HUB_LICENCES = {
     "ccdv/arxiv-summarization": "none stated; the articles are their authors'",
     "baber/paul_graham_essays": "none stated; copyright Paul Graham",
 }
-"""Of what comes from the hub; for others, their pages say."""
+"""Licences of models and data from the hub; others are as their pages state."""
 LONGEST = 100
-"""Characters of a licence's name; what is longer is its text."""
+"""Maximum number of characters of a licence's name; a longer field holds its text."""
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The whole page; raises ValueError naming a package of the lock that is not installed at its version."""
+    """Returns the page; raises ValueError naming a package of the lock that is not installed at its version."""
     lines = [
         "# Licences",
         "",
@@ -91,7 +91,7 @@ def hub_rows() -> Iterator[tuple[str, str, str]]:
 
 
 def package_rows() -> Iterator[tuple[str, str]]:
-    """Every licence with its packages and their versions, most packages first."""
+    """Yields every licence with its packages and their versions, most packages first."""
     packages = defaultdict[str, list[str]](list)
     for name, version in locked():
         try:
@@ -106,7 +106,7 @@ def package_rows() -> Iterator[tuple[str, str]]:
 
 
 def locked() -> Iterator[tuple[str, str]]:
-    """Name and version of every package of the lock, in its order."""
+    """Yields name and version of every package of the lock, in its order."""
     for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
             name, _, version = line.partition("==")
@@ -114,7 +114,7 @@ def locked() -> Iterator[tuple[str, str]]:
 
 
 def stated_licence(package: metadata.Distribution) -> str:
-    """The expression, else the classifiers, else the name in the field, else the title of the licence's own file."""
+    """Returns the licence expression, else classifiers, else the licence field, else the title of the licence file."""
     facts = package.metadata
     if expression := facts.get("License-Expression"):
         return expression

@@ -2,9 +2,9 @@
 
     python tools/measured.py FOLDER [TABLE ...]    # the checkout that has its results/ and logs/; all tables, or some
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file. Tables whose results
-the folder lacks stay as they are. What is said about the numbers is written by hand, so read it again afterwards.
-Tables without such marks are of earlier or other studies.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file. Tables whose results the
+folder lacks stay as they are. The text about the numbers is written by hand, so read it again afterwards. Tables
+without such marks are of earlier or other studies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def read(folder: Path, pattern: str) -> pd.DataFrame:
-    """The rows of the result files of a pattern, shortest length first."""
+    """Returns the rows of the result files of a pattern, in the order of their names."""
     paths = sorted((folder / "results").glob(pattern))
     if not paths:
         raise FileNotFoundError(f"{folder / 'results'} has no {pattern}")
@@ -57,7 +57,7 @@ def read(folder: Path, pattern: str) -> pd.DataFrame:
 
 
 def title(method: str, maps: str = "") -> str:
-    """Plain text, with maps that are not the study's own."""
+    """Returns a method's title as plain text, with its maps if they are not the study's own."""
     plain = method_title(method).replace(r"Top-$K{+}\phi$", "TopK+phi").replace("Top-$K$", "TopK")
     return plain + (f", maps of {maps}" if maps not in ("", MAIN_MAPS) else "")
 
@@ -68,7 +68,7 @@ def with_interval(row: pd.Series, digits: str) -> str:
 
 
 def by_budget(rows: pd.DataFrame, keys: Sequence[str], cells: pd.Series) -> str:
-    """A line for each arm in each place of `keys`, a column for each budget; Full has one value, in the first."""
+    """Returns a line for each arm and place of `keys`, a column for each budget; Full has a value only in the first."""
     budgets = sorted({budget for budget in rows.budget_percent if budget}, key=float)
     lines = []
     rows = rows.assign(cell=cells, budget=rows.budget_percent.replace("", budgets[0]))
@@ -79,7 +79,7 @@ def by_budget(rows: pd.DataFrame, keys: Sequence[str], cells: pd.Series) -> str:
 
 
 def values(folder: Path, pattern: str, query: str, keys: Sequence[str], digits: str) -> str:
-    """One metric with its intervals by length, arm and budget; texts in the order of the first length."""
+    """Returns one metric with its intervals by length, arm and budget; texts in the order of the first length."""
     rows = read(folder, pattern).query(f"task == 'all' and {query}")
     if "text" in keys:
         rows = rows.sort_values("text", key=lambda names: names.map(list(names.unique()).index), kind="stable")
@@ -160,7 +160,7 @@ def methods_error(folder: Path) -> str:
 
 @table
 def methods_read(folder: Path) -> str:
-    """What a step reads and what is kept, in percent of full attention's cache, mean over texts."""
+    """Bytes that a step reads and bytes that are kept, in percent of full attention's cache, mean over texts."""
     rows = _errors_of_methods(folder)
     kept = rows.groupby(["length", "method"], sort=False).kept_share.mean()
     lines = by_budget(rows, ["length"], (100 * rows.step_share).map("{:.1f}".format)).splitlines()
@@ -190,7 +190,7 @@ def ablations(folder: Path) -> str:
 
 @table
 def bytes_at_scale(_: Path) -> str:
-    """What a step reads of a prompt, as a share of its cache and in GiB: at most, where no two heads take one token."""
+    """Most bytes that a step reads, as a share of the cache and in GiB: if no two heads choose the same token."""
     places = list(itertools.product(MODELS, ("64k", "1024k")))
     lines = [[title(name), *(_at_scale(name, *place) for place in places)] for name in BYTES_OF]
     return markdown(["method", *(f"{model}, {length}" for model, length in places)], lines)
@@ -221,14 +221,14 @@ def runtime(folder: Path) -> str:
 @table
 def seconds(folder: Path) -> str:
     """Wall-clock seconds of the jobs that took five or more, from Snakemake's own benchmark files."""
-    found = {}
+    seconds_of = {}
     for path in sorted((folder / "logs").rglob("*.tsv")):
         name = path.relative_to(folder / "logs").with_suffix("").as_posix()
-        found[name] = float(pd.read_csv(path, sep="\t").s.iloc[-1])
-    long = sorted(((s, name) for name, s in found.items() if s >= 5), reverse=True)
-    rest = sum(s for s in found.values() if s < 5)
+        seconds_of[name] = float(pd.read_csv(path, sep="\t").s.iloc[-1])
+    long = sorted(((s, name) for name, s in seconds_of.items() if s >= 5), reverse=True)
+    rest = sum(s for s in seconds_of.values() if s < 5)
     lines = [[f"`{name}`", f"{s:.0f}"] for s, name in long]
-    return markdown(["job", "seconds"], [*lines, [f"{len(found) - len(long)} others, together", f"{rest:.0f}"]])
+    return markdown(["job", "seconds"], [*lines, [f"{len(seconds_of) - len(long)} others, together", f"{rest:.0f}"]])
 
 
 def main() -> None:
@@ -240,8 +240,8 @@ def main() -> None:
             return mark[0]
         try:
             return f"<!-- table: {name} -->\n{TABLES[name](folder)}\n<!-- end -->"
-        except FileNotFoundError as lack:
-            print(f"{name} stays: {lack}")
+        except FileNotFoundError as error:
+            print(f"{name} stays as it is: {error}")
             return mark[0]
 
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):

@@ -1,9 +1,9 @@
-"""Makes changes of meaning, one at a time, in a copy of the checkout and says which test notices each.
+"""Mutation tests: applies one change at a time to a copy of the checkout, and prints the first test that fails.
 
 python tools/mutants.py                    all of tools/mutants.toml: a row each, and the counts
 python tools/mutants.py core "K in"        those whose file or description has one of these words
 
-A change whose text is not found exactly once does not apply. Exit status 1 where one is not noticed.
+A change does not apply if its text does not occur exactly once. Exits with status 1 if no test notices a change.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Mutant(NamedTuple):
 
 
 def main() -> None:
-    mutants = [each for each in read(ROOT / "tools" / "mutants.toml") if chosen(each, sys.argv[1:])]
+    mutants = [mutant for mutant in read(ROOT / "tools" / "mutants.toml") if chosen(mutant, sys.argv[1:])]
     with tempfile.TemporaryDirectory() as folder:
         copy = shutil.copytree(ROOT, Path(folder) / "checkout", ignore=NOT_COPIED)
-        import transformers.models.llama.modeling_llama  # noqa: F401  # forks then start at once
+        import transformers.models.llama.modeling_llama  # noqa: F401  # so that forks need not import it
 
-        said = [verdict(copy, mutant) for mutant in mutants]
-    counts = {start: sum(each.startswith(start) for each in said) for start in ("noticed", "NOT", "does not apply")}
+        verdicts = [verdict(copy, mutant) for mutant in mutants]
+    counts = {start: sum(text.startswith(start) for text in verdicts) for start in ("noticed", "NOT", "does not apply")}
     print("; ".join(f"{start}: {count}" for start, count in counts.items()))
     sys.exit(bool(counts["NOT"]))
 
 
 def read(path: Path) -> list[Mutant]:
     groups = tomllib.loads(path.read_text("utf-8"))["group"]
-    return [Mutant(group["file"], **each, tests=group["tests"]) for group in groups for each in group["mutants"]]
+    return [Mutant(group["file"], **fields, tests=group["tests"]) for group in groups for fields in group["mutants"]]
 
 
 def chosen(mutant: Mutant, words: list[str]) -> bool:
@@ -54,21 +54,21 @@ def chosen(mutant: Mutant, words: list[str]) -> bool:
 
 
 def verdict(copy: Path, mutant: Mutant) -> str:
-    """Which test notices a change; prints it too."""
+    """Returns and prints which test notices a change."""
     path = copy / mutant.file
     text = path.read_text("utf-8") if path.exists() else ""
     if text.count(mutant.old) != 1:
-        said = f"does not apply: the text occurs {text.count(mutant.old)} times"
+        outcome = f"does not apply: the text occurs {text.count(mutant.old)} times"
     else:
         path.write_text(text.replace(mutant.old, mutant.new), "utf-8")
-        said = told_by(copy, mutant.tests)
+        outcome = first_failure(copy, mutant.tests)
         path.write_text(text, "utf-8")
-    print(f"{mutant.file.removeprefix('src/residual_mass/')}: {mutant.what}: {said}", flush=True)
-    return said
+    print(f"{mutant.file.removeprefix('src/residual_mass/')}: {mutant.what}: {outcome}", flush=True)
+    return outcome
 
 
 class FirstFailure:
-    """A plugin that keeps the name of the first test that fails, or of the file that cannot be collected."""
+    """A pytest plugin that keeps the name of the first test that fails, or of the file that cannot be collected."""
 
     name = ""
 
@@ -81,26 +81,26 @@ class FirstFailure:
             self.name = self.name or f"{report.nodeid} (collection)"
 
 
-def told_by(copy: Path, tests: list[str]) -> str:
-    """Runs tests in a fork, which alone imports the changed package."""
+def first_failure(copy: Path, tests: list[str]) -> str:
+    """Runs tests in a fork, so that only the fork imports the changed package."""
     known = [test for test in tests if (copy / test).exists()]
     if not known:
         return "does not apply: its tests are gone"
-    found, into = os.pipe()
+    reader, writer = os.pipe()
     if os.fork() == 0:
         os.chdir(copy)
         sys.path[:0] = [str(copy / "src"), str(copy)]
         os.environ["PYTHONPATH"] = str(copy / "src")
-        sys.dont_write_bytecode = True  # a cached file of the same size and second would be the unchanged one
+        sys.dont_write_bytecode = True  # a cached file of the same size and time would hold the unchanged code
         plugin, code = FirstFailure(), 3
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--rootdir", str(copy)]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             code = pytest.main([*options, *known], plugins=[plugin])
-        os.write(into, plugin.name.encode())
+        os.write(writer, plugin.name.encode())
         os._exit(int(code))
-    os.close(into)
-    with open(found, encoding="utf-8") as answer:
-        name = answer.read()
+    os.close(writer)
+    with open(reader, encoding="utf-8") as pipe:
+        name = pipe.read()
     code = os.waitstatus_to_exitcode(os.wait()[1])
     if code and not name:
         return f"does not apply: pytest ended with {code}"

@@ -1,7 +1,7 @@
 """Runs `python -m residual_mass` as forks of one process that has imported everything: stages are many and short.
 
-A folder on PATH holds a `python` that hands such commands, with their environment and open files, to that process; any
-other command runs as ever. Figures saved as PNG by a fork carry what was drawn, as JSON under the key `Points`.
+A folder on PATH holds a `python` that passes such commands, with their environment and open files, to that process;
+other commands run as usual. PNG figures that a fork saves contain the drawn data, as JSON under the key `Points`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ sys.exit((server.recv(1) or b"\\1")[0])
 
 @contextlib.contextmanager
 def forks(folder: Path, source: Path) -> Iterator[dict[str, str]]:
-    """The environment in which `python -m residual_mass` is a fork that imports the package from `source`.
+    """Yields an environment in which `python -m residual_mass` is a fork that imports the package from `source`.
 
     Args:
         folder: an empty folder for the socket and the `python` of PATH.
@@ -47,7 +47,7 @@ def forks(folder: Path, source: Path) -> Iterator[dict[str, str]]:
     client.parent.mkdir(parents=True)
     client.write_text(CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o755)
-    # One thread: jobs run side by side, and sums then have one order. `runtime` takes more, which must not spin.
+    # One thread, because jobs run in parallel and sums need a fixed order. `runtime` uses more, which must not spin.
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     environment |= {"HF_HUB_OFFLINE": "1"}
     server = subprocess.Popen([sys.executable, __file__, address], env=environment, stdout=subprocess.PIPE)
@@ -67,13 +67,13 @@ def serve(address: str) -> None:
 
     own = pkgutil.walk_packages(residual_mass.__path__, "residual_mass.", onerror=lambda _: None)
     for name in (*IMPORTED, *(module.name for module in own if module.name != "residual_mass.__main__")):
-        with contextlib.suppress(ImportError):  # of a GPU
+        with contextlib.suppress(ImportError):  # modules that need a GPU
             importlib.import_module(name)
     carry_points()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork: its status goes through the socket
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for a fork: its status goes through the socket
     print("ready", flush=True)
     while True:
         client, _ = listening.accept()
@@ -109,7 +109,7 @@ def run_stage(client: socket.socket) -> None:
 
 
 def carry_points() -> None:
-    """From now on matplotlib writes what a figure shows into its PNG."""
+    """Makes matplotlib write the data of a figure into its PNG."""
     from matplotlib.figure import Figure
 
     savefig = Figure.savefig
@@ -123,12 +123,12 @@ def carry_points() -> None:
 
 
 def points(figure: Any) -> dict[str, Any]:
-    """Name of each artist -> its data or text. Colours, sizes, ticks and positions of panels are not among them."""
-    found: dict[str, Any] = {}
+    """Returns data or text by name of the artist, without colours, sizes, ticks and positions of panels."""
+    drawn: dict[str, Any] = {}
 
     def add(name: str, value: Any) -> None:
-        """Equal names are numbered."""
-        found[next(key for n in range(len(found) + 1) if (key := f"{name} {n}") not in found)] = value
+        """Adds a value, and numbers equal names."""
+        drawn[next(key for n in range(len(drawn) + 1) if (key := f"{name} {n}") not in drawn)] = value
 
     for number, axes in enumerate(figure.axes):
         legend = axes.get_legend()
@@ -140,11 +140,11 @@ def points(figure: Any) -> dict[str, Any]:
             add(f"axes {number} {type(artist).__name__}{label}", data(artist))
     for text in (*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())):
         add("figure text", text.get_text())
-    return found
+    return drawn
 
 
 def data(artist: Any) -> dict[str, list[Any]]:
-    """The numbers that an artist draws."""
+    """Returns the numbers that an artist draws."""
     if hasattr(artist, "get_xydata"):
         return {"xy": artist.get_xydata().tolist()}
     if hasattr(artist, "get_patch_transform"):
@@ -153,7 +153,7 @@ def data(artist: Any) -> dict[str, list[Any]]:
     drawn = {} if array is None else {"array": array.tolist()}
     if hasattr(artist, "get_offsets") and artist.get_offset_transform() is not None:
         offsets = artist.get_offsets()
-        moved = offsets.any()  # else its paths are in the coordinates of the axes
+        moved = offsets.any()  # if False, its paths are in the coordinates of the axes
         drawn |= {"xy": offsets.tolist() if moved else [path.vertices.tolist() for path in artist.get_paths()]}
     return drawn
 

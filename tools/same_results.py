@@ -1,12 +1,12 @@
-"""Compares what two checkouts make: results, tables and figures; exit status 1 where something differs.
+"""Compares the results, tables and figures of two checkouts; exits with status 1 if something differs.
 
 python tools/same_results.py BASE HEAD                          the tiny study of tests/small_study.py, in both
 python tools/same_results.py BASE HEAD --mini DONE              and tables and figures of a finished study
 python tools/same_results.py BASE HEAD --mini DONE --only-render
 python tools/same_results.py DONE DONE                          two finished studies: nothing runs
 
-Compared are CSVs, Parquet frames, stores, prompts, feature maps, tabulars, cells, the page's words and the data of all
-artists of the figures. Measured times are not: columns of seconds, and the numbers of tables and figures of latencies.
+Compares CSVs, Parquet frames, stores, prompts, feature maps, tabulars, cells, the page's words and the data of all
+artists of the figures, but no measured times: columns of seconds, and numbers in tables and figures of latencies.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ TIMED_FILES = r"(^|/)(runtime_|training_cost_|recipe_costs|report\.html)"
 TIMED_ROWS = r"\b(runtime_|training_cost_)|seconds\b"
 """Rows of other files in which every number is masked."""
 TIME = r"\d[\d.,]* (?=(ms|s|min|h)\b)|\b[0-9a-f]{12,64}\b"
-"""A measured time within a text, or the hash of a file, as such files have them."""
+"""A measured time within a text, or the hash of a file."""
 TOOLS = Path(__file__).parent
 Values = dict[str, Any]
-"""Where in the file -> the value there."""
+"""Values of a file by their place in it."""
 
 
 def main() -> None:
@@ -49,9 +49,9 @@ def main() -> None:
     parser.add_argument("head", type=Path)
     parser.add_argument("--mini", type=Path, metavar="DONE", help="folder with the results/ of a finished study")
     parser.add_argument("--only-render", action="store_true", help="do not run the tiny study")
-    parser.add_argument("--rtol", type=float, default=0, help="numbers so close count as equal; figures: 1e-9 at least")
+    parser.add_argument("--rtol", type=float, default=0, help="relative tolerance; for figures at least 1e-9")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "same_results",
-                        help="keeps what commits made (default: %(default)s)")  # fmt: skip
+                        help="keeps the results of commits (default: %(default)s)")  # fmt: skip
     given = parser.parse_args()
     if given.only_render and not given.mini:
         parser.error("--only-render needs --mini")
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def kept(checkout: Path, cache: Path, name: str, make: Callable[[Path, Path], None]) -> Path:
-    """The folder that `make` fills from a checkout; made once for a commit without changes."""
+    """Returns the folder that `make` fills from a checkout; it is filled only once for a commit without changes."""
     git = ["git", "-C", str(checkout)]
     commit, changed = (
         subprocess.run([*git, *arguments], capture_output=True, text=True, check=True).stdout.strip()
@@ -104,13 +104,13 @@ def run_tiny(checkout: Path, made: Path) -> None:
     subprocess.run([sys.executable, "-P", "-c", f"{write}; write(Path(sys.argv[1]))", str(made)], env=path, check=True)
     study = made / "config" / "studies" / "mini.yaml"
     protocol = yaml.safe_load(study.read_text())
-    protocol["runtime"] |= {"contexts": ["512"], "batches": [1]}  # times, which are not compared
+    protocol["runtime"] |= {"contexts": ["512"], "batches": [1]}  # few, because times are not compared
     study.write_text(yaml.safe_dump(protocol))
     snakemake(made, made, ["all"])
 
 
 def render(mini: Path, checkout: Path, made: Path) -> None:
-    """Makes all of paper_tables/ and the page for which `mini` has the results."""
+    """Makes those parts of paper_tables/ and the page for which `mini` has the results."""
     shutil.copytree(mini / "results", made / "results", ignore=shutil.ignore_patterns("report.html"))
     (made / "paper_tables").mkdir()
     command = [sys.executable, TOOLS / "jobs.py", "--checkout", checkout, "--directory", made]
@@ -136,7 +136,7 @@ def snakemake(checkout: Path, folder: Path, arguments: Sequence[str]) -> None:
     """Runs Snakemake in a folder, with stages as forks.
 
     Raises:
-        SystemExit: a job failed; the message ends with what Snakemake and the logs said.
+        SystemExit: a job failed; the message has the end of Snakemake's output and of the logs.
     """
     with tempfile.TemporaryDirectory() as temporary, forks(Path(temporary), checkout / "src") as environment:
         command = [sys.executable, "-m", "snakemake", "--snakefile", checkout / "Snakefile", "--directory", folder]
@@ -150,7 +150,7 @@ def snakemake(checkout: Path, folder: Path, arguments: Sequence[str]) -> None:
 
 
 def compare(base: Path, head: Path, rtol: float = 0) -> list[str]:
-    """One line for each file that either folder has: empty, or how the two differ.
+    """Returns one line for each file in either folder: empty, or how the two files differ.
 
     Args:
         rtol: numbers whose relative difference is smaller count as equal.
@@ -175,7 +175,7 @@ def files(folder: Path) -> Iterator[str]:
 
 
 def difference(base: Path, head: Path, name: str, rtol: float) -> str:
-    """The first place where two files differ and how many there are, or nothing."""
+    """Returns the first place where two files differ, and the number of places; empty if they are equal."""
     if base.read_bytes() == head.read_bytes():
         return ""
     reader = READERS[base.suffix]
@@ -206,7 +206,7 @@ def same(one: Any, other: Any, rtol: float) -> bool:
 
 
 def masked(value: Any) -> str:
-    """A text without its numbers and bold type."""
+    """Returns a text without its numbers and bold type."""
     text = re.sub(rf"\\textbf\{{(.*?)\}}|{TIME}", r"\1", str(value))
     return re.sub(r"[-+−]?\d[\d.,]*(e-?\d+)?|nan", "#", text)
 
@@ -232,7 +232,7 @@ def read_parquet(path: Path) -> Values:
 
 
 def read_lines(path: Path) -> Values:
-    """Of a store; the lines of an interrupted run have another order, which is a difference."""
+    """Reads a store. Another order of lines, as after an interrupted run, counts as a difference."""
     return of_rows([json.loads(line) for line in path.read_text("utf-8").splitlines()])
 
 
@@ -247,7 +247,7 @@ def flat(content: Any) -> Values:
         inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         if not inner:
             found[place] = re.sub(TIME, "", value) if isinstance(value, str) else value
-        timed = isinstance(value, dict) and re.search(TIMED_ROWS, str(value.get("place")))  # of a table's cell
+        timed = isinstance(value, dict) and re.search(TIMED_ROWS, str(value.get("place")))  # a cell of a table
         for key, each in () if timed else inner:
             if not re.search(TIMED_COLUMNS, str(key)):
                 flatten(each, f"{place}/{key}")
@@ -257,7 +257,7 @@ def flat(content: Any) -> Values:
 
 
 def read_tex(path: Path) -> Values:
-    """The lines of its tabulars; all lines where it has none."""
+    """Returns the lines of tabulars, or all lines if there are none."""
     text = path.read_text("utf-8")
     tabulars = re.findall(r"\\begin\{tabular\}.*?\\end\{tabular\}", text, re.DOTALL)
     lines = "\n".join(tabulars or [text]).splitlines()
@@ -268,7 +268,7 @@ def read_tex(path: Path) -> Values:
 
 
 def read_figure(path: Path) -> Values:
-    """What `preloaded` made matplotlib write into the PNG; the picture itself where nothing did."""
+    """Returns the data that `preloaded` adds to a PNG, or else the picture itself."""
     with Image.open(path) as picture:
         drawn = getattr(picture, "text", {}).get("Points")
         if drawn is None:
@@ -287,7 +287,7 @@ def read_tensors(path: Path) -> Values:
 
 
 def read_page(path: Path) -> Values:
-    """The texts between tags."""
+    """Returns the texts between tags."""
     parts = re.split(r"<(?:style|script)\b.*?</(?:style|script)>|<[^>]*>", path.read_text("utf-8"), flags=re.DOTALL)
     return {f"text {n}": " ".join(text.split()) for n, text in enumerate(filter(str.strip, parts), 1)}
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages that live outside docs/, and links that fit the site and the repository alike."""
+"""A hook of mkdocs: adds pages from outside docs/, and makes the repository's links work on the site."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OUTSIDE = {
     "CITATION.cff": "CITATION.cff",
     "tools/site/wide.css": "wide.css",
 }
-"""Files of the repository by their place on the site; all of docs/ is there too."""
+"""Places on the site of files outside docs/."""
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the files outside docs/."""
+    """Adds the files of OUTSIDE."""
     for source, place in OUTSIDE.items():
         files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
     return files
@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def moved(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
         if target not in OUTSIDE and not (target.startswith("docs/") and (ROOT / target).is_file()):
-            return link[1]  # `mkdocs build --strict` refuses what is no page
+            return link[1]  # `mkdocs build --strict` refuses links to anything but pages
         return os.path.relpath(OUTSIDE.get(target, target.removeprefix("docs/")), posixpath.dirname(place) or ".")
 
     return LINK.sub(moved, markdown)
