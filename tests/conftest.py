@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny random Llama with a byte-level tokenizer, made on the spot."""
+"""Shared fixtures: a tiny random Llama with a byte-level tokenizer, created by the tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Programs as forks of a process that has imported what they import, which is most of what a start takes; a kill then
-strikes their work and not their imports.
+"""Runs programs as forks of a process that has done their imports, which take most of their start time. A kill then
+interrupts their work and not their imports.
 """
 
 from __future__ import annotations

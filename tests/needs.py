@@ -1,6 +1,6 @@
-"""What some tests need and not every machine has, and the line at the end of a run that says what was left out.
+"""Requirements of tests that not every machine meets, and the line at the end of a run that lists skipped tests.
 
-No test is skipped for another reason than these.
+Tests are skipped only for these requirements.
 """
 
 from __future__ import annotations

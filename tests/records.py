@@ -1,4 +1,4 @@
-"""Records of files that tests make by hand, as a stage leaves them beside its outputs."""
+"""Writes records for files that tests make by hand, as stages do for their outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refusals are one line."""
+"""Checks that a refusal is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small assets folder written on the spot: haystack, QA sets, sentence tables, tokenizer and a random Llama."""
+"""Writes a small assets folder: haystack, QA sets, sentence tables, tokenizer and a random Llama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub of one's own on 127.0.0.1, with the few answers that its client libraries need to fetch whole files."""
+"""A small hub on 127.0.0.1, with the few answers that client libraries need to fetch whole files."""
 
 from __future__ import annotations
 

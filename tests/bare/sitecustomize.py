@@ -1,5 +1,5 @@
-"""Makes a Python that has this folder in PYTHONPATH one of a bare machine: it finds torch, triton, transformers,
-safetensors, numpy, what these need, the packages named in BARE_MACHINE_HAS, and no other.
+"""Makes a Python with this folder in PYTHONPATH behave as on a bare machine: it finds only torch, triton, transformers,
+safetensors, numpy, their dependencies, and the packages named in BARE_MACHINE_HAS.
 """
 
 from __future__ import annotations

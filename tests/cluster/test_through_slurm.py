@@ -1,6 +1,6 @@
-"""A small study through a real SLURM on this machine: its results, failures, stops and restarts.
+"""A small study through a real SLURM on this machine: results, failures, stops and restarts.
 
-Installs packages and starts daemons, so it is run only where RESIDUAL_MASS_SLURM=1 asks for that.
+Installs packages and starts daemons, so it runs only if RESIDUAL_MASS_SLURM=1.
 """
 
 from __future__ import annotations

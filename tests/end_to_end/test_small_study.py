@@ -1,4 +1,4 @@
-"""The whole pipeline on a random two-layer Llama: rerun, damaged file. Jobs are forks of a process that has
+"""The whole pipeline on a random two-layer Llama, with a rerun and a damaged file. Jobs are forks of a process that has
 imported torch.
 """
 

@@ -1,4 +1,4 @@
-"""The stages that faults strike, their inputs, and what they make when nothing does."""
+"""The stages that faults interrupt, their inputs, and their outputs without a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training, generation, forced decoding and capture on the small model, as processes that faults strike."""
+"""Training, generation, forced decoding and capture on the small model, as processes that faults interrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that are full or cannot be written to: one line with the file and the remedy, and nothing lost."""
+"""Full and read-only disks: stages end with one line that names the file and the remedy, and nothing is lost."""
 
 from __future__ import annotations
 

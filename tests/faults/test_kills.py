@@ -1,5 +1,5 @@
-"""Stages that are killed at random moments and started again end with the bytes of an undisturbed run, and so do two of
-the same stage at once on the same files.
+"""Stages that are killed at random moments and restarted give the bytes of an undisturbed run, and so do two runs of
+one stage at the same time on the same files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Temporary files of killed processes go, those of living ones stay; one process at a time has a claim."""
+"""Temporary files of killed processes are removed, those of running processes stay, and locks are exclusive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a configuration says, reading it ends well or in one line."""
+"""Any configuration is either read or refused in one line."""
 
 from __future__ import annotations
 

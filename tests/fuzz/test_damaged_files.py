@@ -1,7 +1,7 @@
-"""Files of every format come to harm: a stage refuses them by their recorded sha256, and what reads one without a
-record refuses it or reads valid rows; in one line that names the file and the remedy.
+"""Damaged files of every format: a stage refuses them by their recorded sha256, and readers without a record refuse
+them or return valid rows. Messages are one line with the file and the remedy.
 
-Every change is of a seed, so that a failure repeats.
+Damage depends only on a seed, so that failures can be repeated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that runs out while prompts are decoded, and models and maps that give no numbers."""
+"""Decoding that runs out of memory, and models and maps whose outputs are not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever `--spec` holds is either the spec that it says, or refused in one line."""
+"""Any value of `--spec` is either parsed without loss or refused in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every job of each study reads and makes, and its spec, as reviewed and committed."""
+"""Inputs, outputs and spec of every job of each study equal the reviewed and committed files."""
 
 from __future__ import annotations
 

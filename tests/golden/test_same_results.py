@@ -1,4 +1,4 @@
-"""tools/same_results.py on two small finished studies: equal ones, and one planted change of each kind."""
+"""tools/same_results.py on two small finished studies: equal ones, and one change of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of the pages run as they stand, on a tiny model in place of the mini study's."""
+"""The examples of the pages run unchanged, on a tiny model in place of the mini study's."""
 
 from __future__ import annotations
 

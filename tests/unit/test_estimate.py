@@ -1,4 +1,4 @@
-"""Costs from the work and the seconds that finished jobs wrote down."""
+"""Costs from units of work and the recorded seconds of finished jobs."""
 
 from __future__ import annotations
 

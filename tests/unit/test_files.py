@@ -1,4 +1,4 @@
-"""Files are written whole and read as they were written; `tests/faults` and `tests/fuzz` have what goes wrong."""
+"""Files are written whole and read back unchanged; `tests/faults` and `tests/fuzz` test failures."""
 
 from __future__ import annotations
 

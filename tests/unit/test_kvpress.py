@@ -1,4 +1,4 @@
-"""The press of docs/kvpress.md under kvpress' own pipeline and under `generate`, where kvpress is installed."""
+"""The press of docs/kvpress.md in kvpress' own pipeline and in `generate`, if kvpress is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model `partial_kv` of lm-eval beside lm-eval's own model, on tiny tasks with data of their own."""
+"""The model `partial_kv` of lm-eval against lm-eval's own model, on tiny tasks with their own data."""
 
 from __future__ import annotations
 

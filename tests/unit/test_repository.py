@@ -1,4 +1,4 @@
-"""What the repository says of itself is so: its environments, its imports, continuous integration, licences."""
+"""Statements of the repository about itself: environments, imports, continuous integration, licences."""
 
 from __future__ import annotations
 

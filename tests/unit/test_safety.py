@@ -1,4 +1,4 @@
-"""Nothing that is read can run code or write elsewhere: no pickles, no remote code, no archive leaves its folder."""
+"""Files that are read cannot run code or write elsewhere: no pickles, no remote code, no archive leaves its folder."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Records say how results came to be, and results that are not what their records say are found, with all that is made
-of them.
+"""Records describe how results were made. `verify` finds results that differ from their records, and all results made
+from these.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The wheel beside nothing but what pyproject.toml asks for: what it holds, and that it works."""
+"""The wheel with only the dependencies of pyproject.toml: its contents, and that it works."""
 
 from __future__ import annotations
 

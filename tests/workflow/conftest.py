@@ -1,4 +1,4 @@
-"""Dry runs that several tests look at, made once."""
+"""Dry runs that several tests share."""
 
 from __future__ import annotations
 

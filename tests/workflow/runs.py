@@ -1,4 +1,4 @@
-"""Runs of Snakemake on the real Snakefile, in a folder of their own, and what they said."""
+"""Runs Snakemake on the real Snakefile, each run in its own folder, and keeps its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the profiles decide by themselves, and what docs/clusters.md says of the rules."""
+"""The decisions of the profiles, and what docs/clusters.md says about the rules."""
 
 from __future__ import annotations
 

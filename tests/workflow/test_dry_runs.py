@@ -1,4 +1,4 @@
-"""The graph of jobs of every study and target, and what each job is told."""
+"""The jobs of every study and target, and their specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example of docs/extending.md, applied as it stands to a copy of the repository, and then run."""
+"""Every example of docs/extending.md, applied unchanged to a copy of the repository and then run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is seen of the workflow without a run of it: its form, its report, and the commands that the README shows."""
+"""Checks of the workflow without a run: its form, its report, and the commands in the README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that a shell would run: each reaches the stage as it is, or is refused; nothing in them is ever run."""
+"""Names with shell syntax: each reaches the stage unchanged or is refused; nothing in them is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine lacks for a study: as the preflight says it, and as the targets and runs that use it do."""
+"""What a machine lacks for a study: messages of the preflight, and of the targets and runs that use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs in a network namespace of their own, where there is nothing to reach."""
+"""Runs in a network namespace without any network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong is reported before any job, in one line that names it and what is known."""
+"""Mistakes are reported before any job, in one line that names the mistake and the known values."""
 
 from __future__ import annotations
 

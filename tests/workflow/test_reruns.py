@@ -1,5 +1,5 @@
-"""A finished study runs again only where its numbers can change: not for touched code, for a bumped recipe exactly the
-jobs that depend on it, and for a template or a result only what shows it.
+"""A finished study reruns only jobs whose numbers can change: none for touched code, all dependent jobs for a new
+recipe, and for a template or a result only the jobs that show it.
 """
 
 from __future__ import annotations

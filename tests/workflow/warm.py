@@ -1,4 +1,4 @@
-"""Imported once by the process that tests/forks.py forks Snakemake from: everything that a start imports and builds."""
+"""Imported once by the process from which tests/forks.py forks Snakemake: does all imports and shared set-up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LongBench: examples sized to the length, whose references the harness's own scorers reward."""
+"""LongBench: examples fit the length, and the harness's own scorers accept their references."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What holds of a fused decode step on every path: `test_fused.py` runs it in torch, `triton_checks.py` in kernels.
+"""Checks of a fused decode step on every path: `test_fused.py` runs them in torch, `triton_checks.py` in kernels.
 
-Each gives a fixture `decode`, which computes a step from arguments of decode_attention on the CPU.
+Each of these modules has a fixture `decode`, which computes a step from arguments of decode_attention on the CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random decode steps with padding and poison, and attention in float64, column by column, that says what is right."""
+"""Random decode steps with padding and poison, and reference attention in float64, column by column."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The paper's objective, row by row and term by term as its appendix on the training objective writes it, and what
-holds of it on every path: `test_score_matching.py` runs it in torch, `score_matching_checks.py` in kernels.
+"""The paper's objective in reference form, row by row and term by term as in its appendix, and checks of every path:
+`test_score_matching.py` runs them in torch, `score_matching_checks.py` in kernels.
 
-Each gives a fixture `precision`: the dtype of features, and what losses and gradients may differ by.
+Each of these modules has a fixture `precision`: the dtype of features, and the tolerances of losses and gradients.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What holds of a prefix's terms, and of whole decode steps, in Triton kernels, under the interpreter as on a GPU;
-`test_fused_triton.py` runs it.
+"""Checks of a prefix's terms, and of whole decode steps, in Triton kernels, under the interpreter and on a GPU;
+`test_fused_triton.py` runs them.
 
-The torch path, of terms in float64 on the very numbers that the kernels get, says what is right.
+The reference is the torch path in float64 on the same numbers that the kernels get.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Float64 references that do everything the slow, obvious way: one query, token by token.
+"""Float64 references, written in the slow, obvious way: one query at a time, token by token.
 
-Nothing here is shared with `core`: features follow the equations of their maps, unfolded, and a residual is a sum over
+They share no code with `core`: features follow the equations of their maps, unfolded, and a residual is a sum over
 its tokens, where the fast paths subtract one sum from another.
 
 Shape letters: L = prefix tokens, D = head dimension, M = features.

@@ -1,4 +1,4 @@
-"""What holds of the objective's kernels, under Triton's interpreter as on a GPU; `test_fused_triton.py` runs it.
+"""Checks of the objective's kernels, under Triton's interpreter and on a GPU; `test_fused_triton.py` runs them.
 
 Tests of `objective_checks.py` run here too.
 """

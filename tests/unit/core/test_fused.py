@@ -1,4 +1,4 @@
-"""The fused decode in torch: what holds on every path (`fused_checks.py`), and its own selection and packed keys."""
+"""The fused decode in torch: the checks of every path (`fused_checks.py`), its own selection, and packed keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernels of the fused decode: run by the interpreter, compiled for GPUs that are not there, run on one."""
+"""The Triton kernels of the fused decode: interpreted, compiled for absent GPUs, and run on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments and the truncated Gaussian against sums written out, quadrature and sampling, in float64."""
+"""Moments and the truncated Gaussian against explicit sums, quadrature and sampling, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the diagnostics measure of attention rows, against sums over tokens in float64."""
+"""The diagnostics' measures of attention rows, against sums over tokens in float64."""
 
 from __future__ import annotations
 

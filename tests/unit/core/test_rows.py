@@ -1,4 +1,4 @@
-"""Columns that rows read for themselves, against loops in float64."""
+"""Products and sums over columns that each row chooses for itself, against loops in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The streamed objective in torch: what holds on every path (`objective_checks.py`), in float64, and its memory."""
+"""The streamed objective in torch: the checks of every path (`objective_checks.py`), in float64, and its memory."""
 
 from __future__ import annotations
 

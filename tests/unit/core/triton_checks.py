@@ -1,7 +1,7 @@
-"""What holds of the Triton kernels, under the interpreter as on a GPU; `test_fused_triton.py` runs it in processes of
-its own, because the interpreter must be chosen before Triton is imported. Tests of `fused_checks.py` run here too.
+"""Checks of the Triton kernels, under the interpreter and on a GPU; `test_fused_triton.py` runs them in processes of
+their own, because the interpreter must be chosen before Triton is imported. Tests of `fused_checks.py` run here too.
 
-Scratch memory is poisoned throughout, as are padding and unused columns of the problems.
+Scratch memory, padding and unused columns of the problems are poisoned throughout.
 """
 
 from __future__ import annotations

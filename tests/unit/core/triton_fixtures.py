@@ -1,4 +1,4 @@
-"""What the checks of Triton kernels have in common."""
+"""Fixtures that the checks of Triton kernels share."""
 
 from __future__ import annotations
 

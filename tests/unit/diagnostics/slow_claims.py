@@ -1,4 +1,4 @@
-"""Captured rows of random numbers, and the claims about them from the rows that are drawn, as often as they are."""
+"""Captured rows of random numbers, and a slow computation of the claims about them from the drawn rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: every row measures what it measures on the CPU."""
+"""On a GPU: every row has the same measures as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's statements as numbers, against means of the rows themselves, with every head and pack drawn by hand."""
+"""The paper's statements as numbers, against means of the rows, with every head and pack drawn by hand."""
 
 from __future__ import annotations
 

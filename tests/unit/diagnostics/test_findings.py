@@ -1,4 +1,4 @@
-"""The three CSV files of findings: columns, numbers, verdicts, and files that are refused."""
+"""The CSV files of findings: columns, numbers, verdicts, and refused files."""
 
 from __future__ import annotations
 

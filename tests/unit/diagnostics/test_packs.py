@@ -1,4 +1,4 @@
-"""Packs of RULER's prompts: what stands where, and what is refused."""
+"""Packs of RULER's prompts: their tokens, and refusals."""
 
 from __future__ import annotations
 

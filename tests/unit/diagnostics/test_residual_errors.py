@@ -1,4 +1,4 @@
-"""Errors of all methods on text: what the files say against the attention inputs of each pack."""
+"""Errors of all methods on text: the files, against the attention inputs of each pack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of `LayerCache` written plainly in float64, from what the cache holds."""
+"""A plain float64 version of a step of `LayerCache`, from the contents of the cache."""
 
 from __future__ import annotations
 

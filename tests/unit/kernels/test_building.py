@@ -1,4 +1,4 @@
-"""Building and loading the kernels: where something is missing, torch serves, and one line says why."""
+"""Building and loading the kernels: without them, torch does the work, and one line gives the reason."""
 
 from __future__ import annotations
 

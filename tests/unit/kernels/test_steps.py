@@ -1,4 +1,4 @@
-"""Every kernel, for every kind of CPU that this one can run, against a plain reference in float64."""
+"""Every kernel, for every kind of CPU that this CPU can run, against a plain reference in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU a process takes: real processes, each told that there are GPUs; none is needed."""
+"""Which GPU a process takes: real processes on a machine with simulated GPUs."""
 
 from __future__ import annotations
 

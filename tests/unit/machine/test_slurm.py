@@ -1,4 +1,4 @@
-"""What keeps a run from SLURM, told by commands that answer as SLURM 22.05 does; tests/cluster has the real ones."""
+"""Problems of a run under SLURM, with commands that answer as SLURM 22.05 does; tests/cluster has the real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that grow by folded tokens: states stay finite, go on learning, and are made anew of a doubled prompt."""
+"""Prompts that grow by folded tokens: states stay finite, keep learning, and are rebuilt when the prompt doubles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residuals against sums written out token by token in float64."""
+"""Residuals against explicit sums, token by token in float64."""
 
 from __future__ import annotations
 

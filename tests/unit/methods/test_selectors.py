@@ -1,4 +1,4 @@
-"""Selectors against selections written out, in float64."""
+"""Selectors against explicit selections in float64."""
 
 from __future__ import annotations
 

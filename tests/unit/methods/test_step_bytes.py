@@ -1,4 +1,4 @@
-"""Bytes of a decode step against the sizes of what is read."""
+"""Bytes of a decode step against the sizes of the tensors that it reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of many families, made from their configurations alone. docs/models.md lists the same."""
+"""Tiny random models of many families, made from their configurations. docs/models.md has the same list."""
 
 from __future__ import annotations
 

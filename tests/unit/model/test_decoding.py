@@ -1,5 +1,5 @@
 """The engine and `partial_kv` against plain generation, against attention token by token, against each other and
-against themselves alone.
+against runs of single arms and prompts.
 """
 
 from __future__ import annotations

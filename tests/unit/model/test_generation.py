@@ -1,4 +1,4 @@
-"""Generation as people use it under `partial_kv`: turns, chunks, caches, sampling, beams, compiled models."""
+"""Uses of `partial_kv` in generation: turns, chunks, caches, sampling, beams, compiled models."""
 
 from __future__ import annotations
 

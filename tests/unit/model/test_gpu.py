@@ -1,4 +1,4 @@
-"""On a GPU: the same tokens as on the CPU, and bfloat16 that runs."""
+"""On a GPU: the same tokens as on the CPU, and runs in bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and values of a prompt are in memory once while a method generates."""
+"""A method holds keys and values of a prompt in memory only once while it generates."""
 
 from __future__ import annotations
 

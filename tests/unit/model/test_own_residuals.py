@@ -1,4 +1,4 @@
-"""Estimators with a function of their own: it sees exactly what was not read, and what it returns is what is added."""
+"""Estimators with their own function: it sees exactly the unread tokens, and its result is what is added."""
 
 from __future__ import annotations
 

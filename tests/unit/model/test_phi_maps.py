@@ -1,4 +1,4 @@
-"""The phi file: round trip, and what a damaged or foreign one says."""
+"""The phi file: round trip, and messages for damaged and foreign files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user of the library may get wrong is told in one line, with the likely meaning."""
+"""Mistakes of a library user raise one line with the likely meaning."""
 
 from __future__ import annotations
 

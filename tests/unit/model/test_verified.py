@@ -1,4 +1,4 @@
-"""Drafts by partial attention that full attention verifies: the text, or its distribution, is full attention's."""
+"""Drafts by partial attention, verified by full attention: the text, or its distribution, is full attention's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of every kind of figure, with chosen or random values as the stages write them, and what a drawing shows."""
+"""Files of every kind of figure, with chosen or random values in the format of the stages, and the data of drawings."""
 
 from __future__ import annotations
 

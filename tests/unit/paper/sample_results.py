@@ -1,4 +1,4 @@
-"""Scores, residual errors, distances and a training log of the right format and with chosen values."""
+"""Scores, residual errors, distances and a training log with chosen values in the format of the stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of results with chosen values, made of the paper's own tables or from scratch."""
+"""Rows of results with chosen values, from the paper's own tables or from scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beside the paper: a verdict on every published cell."""
+"""Comparison with the paper: a verdict on every published cell."""
 
 from __future__ import annotations
 

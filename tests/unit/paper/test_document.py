@@ -1,4 +1,4 @@
-"""LaTeX: escapes, numbers for prose, the document, and templates that were damaged."""
+"""LaTeX: escapes, numbers for prose, the document, and damaged templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures show the points that a slow reading of their files gives, whole and in reproducible bytes."""
+"""Figures show the points of a slow computation from their files, completely and in reproducible bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU check without a GPU: what it does with parts that fail, its snapshot; all of it on a tiny model."""
+"""The GPU check without a GPU: failing parts, its snapshot, and the whole check on a tiny model."""
 
 from __future__ import annotations
 

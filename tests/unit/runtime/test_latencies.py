@@ -1,4 +1,4 @@
-"""The runtime stage on a tiny backbone, and its account of bytes against counts made by hand."""
+"""The runtime stage on a tiny backbone, and its count of bytes against counts by hand."""
 
 from __future__ import annotations
 

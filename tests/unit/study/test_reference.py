@@ -1,4 +1,4 @@
-"""What editors and readers see of the configuration is what its classes say."""
+"""The schemas and the reference of the configuration agree with its classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assets are taken from pinned wheels, whole or not at all. The wheels of most tests are made on the spot."""
+"""Assets are unpacked from pinned wheels, completely or not at all. Most tests make their own wheels."""
 
 from __future__ import annotations
 

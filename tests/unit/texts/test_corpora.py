@@ -1,4 +1,4 @@
-"""Corpora: exact lengths, sequences that depend on seed and index alone, held-out text that training never sees."""
+"""Corpora: exact lengths, sequences that depend only on seed and index, held-out text that training never sees."""
 
 from __future__ import annotations
 

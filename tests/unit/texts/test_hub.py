@@ -1,4 +1,4 @@
-"""Prefetching from a small hub on this machine: offline is what was online, and what is missing is named."""
+"""Prefetching from a small local hub: offline reads give the same as online reads, and missing files are named."""
 
 from __future__ import annotations
 

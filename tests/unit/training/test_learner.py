@@ -1,4 +1,4 @@
-"""Losses and held-out errors of a layer's maps: against the terms as written, and the diagnostics."""
+"""Losses and held-out errors of a layer's maps, against their equations and the diagnostics."""
 
 from __future__ import annotations
 

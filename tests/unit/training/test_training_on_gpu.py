@@ -1,4 +1,4 @@
-"""On a GPU: training takes the steps that it takes on the CPU."""
+"""On a GPU: training takes the same steps as on the CPU."""
 
 from __future__ import annotations
 
