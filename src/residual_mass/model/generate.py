@@ -11,7 +11,6 @@ Shape letters: L = tokens so far, n = drafts, V = vocabulary.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -141,6 +140,7 @@ def partial_decoding(
     num_tail: int = 16,
     verify: int | Literal["auto"] | None = None,
     passes: list[Pass] | None = None,
+    streamer: BaseStreamer | None = None,
 ) -> Callable[..., Any]:
     """Returns a decoding loop for `model.generate(**inputs, custom_generate=partial_decoding(...))`.
 
@@ -159,6 +159,7 @@ def partial_decoding(
             drafts accepted and the times measured so far. The text does not depend on it, but for logits that tie
             within rounding; with sampling, its distribution does not.
         passes: a list that gets what each verifying pass did.
+        streamer: gets the prompt and every token, as from `generate`, which passes its own to no `custom_generate`.
 
     Raises:
         ValueError: verify out of range, or for a method without a partial step; when called, what `generate` is asked
@@ -174,18 +175,19 @@ def partial_decoding(
         raise ValueError(f"method {rule.name} has no partial step to draft by: leave verify out")
 
     def decode(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
-        given, config = sys._getframe(1).f_locals, options["generation_config"]
-        options.setdefault("streamer", given.get("streamer"))  # `generate` passes it to its own loops alone
-        mode = config.get_generation_mode(given.get("assistant_model"))
+        config = options["generation_config"]
+        mode = config.get_generation_mode()
         require_steps(config, mode, rule)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
                 f"partial_decoding does no {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
                 "num_beams=1, or within partial_kv"
             )
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
-            return (_plain if verify is None else _verified)(model, input_ids, **options)
+            return (_plain if verify is None else _verified)(model, input_ids, streamer=streamer, **options)
 
     def _plain(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
         cache = options.get("past_key_values")
@@ -200,7 +202,7 @@ def partial_decoding(
 
     def _verified(
         model: PreTrainedModel, input_ids: Tensor, *, logits_processor: Any, stopping_criteria: Any,
-        generation_config: Any, streamer: Any, synced_gpus: bool = False, **options: Any,
+        generation_config: Any, streamer: BaseStreamer | None, synced_gpus: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
         cache = cache_to_crop(model, rule, options.get("past_key_values"))
         require_one_plain_prompt(input_ids, cache, options, generation_config)

@@ -153,7 +153,8 @@ class Heard(BaseStreamer):
 @pytest.mark.parametrize("verify", [None, 4])
 def test_a_streamer_hears_every_token(model: PreTrainedModel, verify: int | None) -> None:
     heard = Heard()
-    text = verified(model, ids_of(60), "topk", verify, streamer=heard)
+    decoding = partial_decoding("topk", BUDGET, **FEW, verify=verify, streamer=heard)
+    text = plain(model, ids_of(60), custom_generate=decoding)
     assert heard.tokens == [*text[0].tolist(), -1]
 
 
@@ -297,7 +298,6 @@ REFUSED: list[tuple[str, Callable[[PreTrainedModel], object]]] = [
     ("does no beam search: .* num_beams=1", lambda model: verified(model, ids_of(40), "topk", 3, num_beams=2)),
     ("does no contrastive search", lambda model: verified(model, ids_of(40), "topk", 3, penalty_alpha=0.6, top_k=4)),
     ("not drafts of several", lambda model: verified(model, ids_of(40), "topk", None, prompt_lookup_num_tokens=3)),
-    ("not drafts of several", lambda model: verified(model, ids_of(40), "topk", None, assistant_model=model)),
     ("needs the cache", lambda model: verified(model, ids_of(40), "topk", None, use_cache=False)),
     ("without padding or positions of its own", lambda model: verified(
         model, ids_of(40), "topk", 3, position_ids=torch.arange(40)[None] + 1)),
