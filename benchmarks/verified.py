@@ -75,16 +75,16 @@ def times(backbone: Backbone, ids: list[int], read: Prefill, length: int, option
             )  # fmt: skip
             seconds[side].append((time.process_time() - started) / options.tokens)
     print(f"{length} tokens of {options.text}, {options.threads} threads, {options.tokens} tokens a text")
-    for side, each in seconds.items():
-        line = f"  {side:44s} {1000 * min(each):7.1f} ms a token"
+    for side, taken in seconds.items():
+        line = f"  {side:44s} {1000 * min(taken):7.1f} ms a token"
         if done := passes[side]:
             accepted, drafted = (
-                sum(getattr(one, name) for one in done) / len(done) for name in ("accepted", "drafted")
+                sum(getattr(step, name) for step in done) / len(done) for name in ("accepted", "drafted")
             )
-            draft = min((one.drafting / one.drafted for one in done if one.drafted), default=0)
+            draft = min((step.drafting / step.drafted for step in done if step.drafted), default=0)
             line += (
                 f"; accepted {accepted:.2f} of {drafted:.2f} a pass; at best a draft {1000 * draft:.1f} ms, a "
-                f"verifying pass {1000 * min(one.verifying for one in done):.1f} ms"
+                f"verifying pass {1000 * min(step.verifying for step in done):.1f} ms"
             )
         print(line, flush=True)
 

@@ -52,22 +52,22 @@ def main() -> None:
     parser.add_argument("--rtol", type=float, default=0, help="relative tolerance; for figures at least 1e-9")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "same_results",
                         help="keeps the results of commits (default: %(default)s)")  # fmt: skip
-    given = parser.parse_args()
-    if given.only_render and not given.mini:
+    options = parser.parse_args()
+    if options.only_render and not options.mini:
         parser.error("--only-render needs --mini")
     pairs = []
-    if not all((folder / "Snakefile").exists() for folder in (given.base, given.head)):
-        pairs.append((given.base, given.head))
+    if not all((folder / "Snakefile").exists() for folder in (options.base, options.head)):
+        pairs.append((options.base, options.head))
     else:
-        if not given.only_render:
-            pairs.append([kept(checkout, given.cache, "tiny", run_tiny) for checkout in (given.base, given.head)])
-        if given.mini:
-            name = f"rendered {given.mini.resolve()}"
-            pairs.append([kept(checkout, given.cache, name, lambda *where: render(given.mini, *where))
-                          for checkout in (given.base, given.head)])  # fmt: skip
+        if not options.only_render:
+            pairs.append([kept(checkout, options.cache, "tiny", run_tiny) for checkout in (options.base, options.head)])
+        if options.mini:
+            name = f"rendered {options.mini.resolve()}"
+            pairs.append([kept(checkout, options.cache, name, lambda *where: render(options.mini, *where))
+                          for checkout in (options.base, options.head)])  # fmt: skip
     found, counted = [], 0
     for base, head in pairs:
-        compared = compare(base, head, given.rtol)
+        compared = compare(base, head, options.rtol)
         found += [line for line in compared if line]
         counted += len(compared)
     print("\n".join(found) or f"the same: {counted} files")

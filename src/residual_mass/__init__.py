@@ -1,7 +1,7 @@
 """Residual-mass accounting for partial-KV decoding: the method, and a pipeline that reproduces its paper.
 
 `PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding` and `PackedCache` are the library's entry points;
-`residual_mass.core` holds the mathematics and needs torch alone.
+`residual_mass.core` holds the mathematics and needs only torch.
 """
 
 from __future__ import annotations

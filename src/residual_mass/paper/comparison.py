@@ -88,14 +88,14 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path) -> None:
 
 def settings_of(study: Mapping[str, Any]) -> dict[str, str]:
     """Returns the values of SETTINGS in a nested configuration as text, by key; 1 and 1.0 have the same text."""
-    found = {}
+    settings = {}
     for key in SETTINGS:
         value: Any = study
         for name in key.split("."):
             value = value.get(name, ...) if isinstance(value, Mapping) else ...
         if value is not ...:
-            found[key] = _text(value)
-    return found
+            settings[key] = _text(value)
+    return settings
 
 
 def _text(value: Any) -> str:
@@ -135,7 +135,7 @@ def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> 
     rows["ours"] = rows["text"].mask((rows["quantity"] == "wall_clock_h") & (rows["text"] != ""), hours)
     rows[["ci_low", "ci_high"]] = [interval(row) if row["ci_low"] else ("", "") for row in records]
     points = {label: DEVIATIONS.get(label, LATENCIES) for label in COMPARED}
-    deviations = rows["table"].map({label: " ".join(map(str, sorted(of))) for label, of in points.items()})
+    deviations = rows["table"].map({label: " ".join(map(str, sorted(listed))) for label, listed in points.items()})
     examples = rows["benchmark"].map(EXAMPLES).map("{:g}".format, na_action="ignore").fillna("")
     return rows.assign(study=spec.study, published_n=examples, deviations=deviations)[COLUMNS]
 

@@ -61,24 +61,24 @@ def latex(cells: pd.DataFrame, template: Path) -> str:
 def context(cells: pd.DataFrame) -> dict[str, Any]:
     """Returns the variables of a table's template: the cells in grids, and what captions say of all cells."""
     label, values = cells["table"].iloc[0], cells[cells["value"] != ""]
-    of = {name: list(dict.fromkeys(filter(None, values[name]))) for name in values}
+    facts = {name: list(dict.fromkeys(filter(None, values[name]))) for name in values}
     models = dict(zip(values["model_id"], values["weights"], strict=True))
     sizes = values[values["n"] != ""].groupby("counted", sort=False)["n"]
     return {
         "table": label, "label": Latex(f"tab:{label}"), "heads": find(label).heads, "grids": grids(cells),
-        "grouped": cells["group"].any(), "study": of["study"][0], "published": PUBLISHED in of["study"],
-        "sources": of["source"], "models": models,
-        "budget": ", ".join(f"{budget}%" for budget in of.get("budget_percent", ())),
-        "lengths": ", ".join(of.get("length", ())),
-        "backbone": ", ".join(MODELS.get(name, name).split("/")[-1] for name in of["model_id"] or of["backbone"]),
-        "kinds": {kind for data in of["data"] for kind in data.split("+")},
-        "sizes": [(counted, (each.astype(int).min(), each.astype(int).max())) for counted, each in sizes],
+        "grouped": cells["group"].any(), "study": facts["study"][0], "published": PUBLISHED in facts["study"],
+        "sources": facts["source"], "models": models,
+        "budget": ", ".join(f"{budget}%" for budget in facts.get("budget_percent", ())),
+        "lengths": ", ".join(facts.get("length", ())),
+        "backbone": ", ".join(MODELS.get(name, name).split("/")[-1] for name in facts["model_id"] or facts["backbone"]),
+        "kinds": {kind for data in facts["data"] for kind in data.split("+")},
+        "sizes": [(counted, (n.astype(int).min(), n.astype(int).max())) for counted, n in sizes],
         "tested": (values["gain_p_holm"] != "").sum(), "values": len(values),
         "above": (values["mark"] == "above").sum(), "below": (values["mark"] == "below").sum(),
         "floor": values["flags"].str.contains("floor").sum(),
         "alarms": values["flags"].str.contains("beats_full").sum(),
         "additions": (cells["row"] + cells["column"]).str.contains("{*}", regex=False).any(),
-        "devices": of.get("device", []), "dashes": (cells["text"] == LEFT_OUT).any(),
+        "devices": facts.get("device", []), "dashes": (cells["text"] == LEFT_OUT).any(),
     }  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def run_document(
         "tables": [shown(path, "tab") for path in tables],
         "figures": [shown(path, "fig", caption_of(path.stem, spec.figure_titles)) for path in figures],
         "numbers": place(numbers) if numbers else None,
-        "warnings": warnings({each.model_id: each.weights for each in spec.backbones}),
+        "warnings": warnings({backbone.model_id: backbone.weights for backbone in spec.backbones}),
     }
     write_text(out, render(template, study=spec.study, backbones=spec.backbones, **parts))
     record.write(out)

@@ -68,15 +68,15 @@ def field_latex(field: Field) -> Latex:
 
 def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """Nests the cells for templates: grids of blocks of rows of fields, in the order of the cells."""
-    found = []
-    for title, of in itertools.groupby(cells.to_dict("records"), key=lambda cell: cell["grid"]):
-        of = list(of)
-        columns, groups = (list(dict.fromkeys(cell[name] for cell in of)) for name in ("column", "group"))
+    nested = []
+    for title, grid in itertools.groupby(cells.to_dict("records"), key=lambda cell: cell["grid"]):
+        grid = list(grid)
+        columns, groups = (list(dict.fromkeys(cell[name] for cell in grid)) for name in ("column", "group"))
         blocks = [
-            {"title": name, "rows": _rows(rows)} for name, rows in itertools.groupby(of, lambda cell: cell["block"])
+            {"title": name, "rows": _rows(rows)} for name, rows in itertools.groupby(grid, lambda cell: cell["block"])
         ]
-        found.append({"title": title, "columns": [*filter(None, columns)], "groups": groups, "blocks": blocks})
-    return found
+        nested.append({"title": title, "columns": [*filter(None, columns)], "groups": groups, "blocks": blocks})
+    return nested
 
 
 def _rows(cells: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def render(template: Path, **context: Any) -> str:
     Raises:
         ValueError: the template is missing or malformed, or uses a name that it was not given.
     """
-    return fill(_latex(template, escape), template, lambda found: found.render(context))
+    return fill(_latex(template, escape), template, lambda loaded: loaded.render(context))
 
 
 def block(template: Path, name: str, context: dict[str, Any]) -> str:
@@ -109,19 +109,19 @@ def block(template: Path, name: str, context: dict[str, Any]) -> str:
     as `render` does.
     """
 
-    def write(found: jinja2.Template) -> str:
-        return "".join(found.blocks[name](found.new_context(context))) if name in found.blocks else ""
+    def write(loaded: jinja2.Template) -> str:
+        return "".join(loaded.blocks[name](loaded.new_context(context))) if name in loaded.blocks else ""
 
     return one_line(fill(_latex(template, str), template, write))
 
 
 def _latex(template: Path, finalize: Callable[[object], str]) -> jinja2.Environment:
-    found = environment(
+    latex = environment(
         template, finalize=finalize, block_start_string="<%", block_end_string="%>", variable_start_string="<<",
         variable_end_string=">>", comment_start_string="<#", comment_end_string="#>",
     )  # fmt: skip
-    found.filters |= {"stacked": stacked, "printed": field_latex, "comment": lambda value: Latex(one_line(value))}
-    return found
+    latex.filters |= {"stacked": stacked, "printed": field_latex, "comment": lambda value: Latex(one_line(value))}
+    return latex
 
 
 def environment(template: Path, **options: Any) -> jinja2.Environment:

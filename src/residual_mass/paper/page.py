@@ -59,12 +59,12 @@ def run(
             for path in figures
         ],
         "sections": {
-            title: [_table(of, template) for label, of in cells.items() if find(label).of in kinds]
+            title: [_table(frame, template) for label, frame in cells.items() if find(label).of in kinds]
             for title, kinds in SECTIONS.items()
         },
-        "verdicts": {label: of.value_counts().to_dict() for label, of in verdicts if (of != NOT_RUN).any()},
+        "verdicts": {label: group.value_counts().to_dict() for label, group in verdicts if (group != NOT_RUN).any()},
     }  # fmt: skip
-    write_text(out, fill(pages, template, lambda found: found.render(shown | opening(spec, cells))))
+    write_text(out, fill(pages, template, lambda page: page.render(shown | opening(spec, cells))))
     record.write(out)
 
 
@@ -73,7 +73,7 @@ def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
     budget (None where the study has no such comparison), and the tested differences of their scores.
     """
     budget, names = middle_budget(spec), [spec.recommended, "topk"]
-    rows = {label: of.to_dict("records") for label, of in cells.items()}
+    rows = {label: frame.to_dict("records") for label, frame in cells.items()}
 
     def both(label: str, quantity: str) -> list[dict[str, str]] | None:
         """Returns the two cells of the first backbone and text at the greatest length."""
@@ -92,14 +92,14 @@ def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
 def html(text: str) -> Markup:
     """Converts a title or caption: its mathematics becomes letters, subscripts and superscripts."""
 
-    def mathematics(found: str) -> Markup:
-        if re.fullmatch(r"-?[0-9.]+", found):
-            return Markup(found.replace("-", "−"))
+    def mathematics(text: str) -> Markup:
+        if re.fullmatch(r"-?[0-9.]+", text):
+            return Markup(text.replace("-", "−"))
         for latex, letter in LETTERS.items():
-            found = found.replace(latex + " ", letter).replace(latex, letter)
+            text = text.replace(latex + " ", letter).replace(latex, letter)
         for sign, tag in (("_", "sub"), ("^", "sup")):
-            found = re.sub(rf"\{sign}(\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|.)", rf"<{tag}>\1</{tag}>", found)
-        return Markup(f"<i>{found.replace('{', '').replace('}', '')}</i>")
+            text = re.sub(rf"\{sign}(\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|.)", rf"<{tag}>\1</{tag}>", text)
+        return Markup(f"<i>{text.replace('{', '').replace('}', '')}</i>")
 
     pieces = re.split(r"\$([^$]*)\$", text)  # every second one is mathematics
     return Markup("").join(mathematics(piece) if odd % 2 else escape(piece) for odd, piece in enumerate(pieces))
@@ -127,7 +127,7 @@ def between(cell: Mapping[str, str]) -> str:
 
 
 def _table(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
-    of = context(cells) | {"warnings": []}  # the top of the page has them
-    name = "runtime" if of["table"].startswith("runtime_") else of["table"]
-    caption = block(template.with_name(f"{name}.tex.j2"), "caption", of), block(template.with_name(FRAME), "notes", of)
-    return of | {"caption": html(" ".join(caption)), "label": of["table"]}
+    shown = context(cells) | {"warnings": []}  # the top of the page has them
+    name = "runtime" if shown["table"].startswith("runtime_") else shown["table"]
+    places = (template.with_name(f"{name}.tex.j2"), "caption"), (template.with_name(FRAME), "notes")
+    return shown | {"caption": html(" ".join(block(*place, shown) for place in places)), "label": shown["table"]}

@@ -27,7 +27,7 @@ VARIANT_TITLES = {
 
 
 def method_title(method: str) -> str:
-    """Returns a method's title, or its name where it has none."""
+    """Returns a method's title, or its name if it has no title."""
     return METHOD_TITLES.get(method, method)
 
 
@@ -38,7 +38,7 @@ def title_parts(method: str) -> tuple[str, str]:
 
 
 def text_title(name: str) -> str:
-    """Returns the title of a corpus or a benchmark, or its name where it has none."""
+    """Returns the title of a corpus or a benchmark, or its name if it has no title."""
     return TEXT_TITLES.get(name, name)
 
 

@@ -266,7 +266,7 @@ class RuntimeSpec(JobSpec, Latencies):
     map: MapSpec
     """Shape of the feature maps, whose weights are random: latency hardly depends on them."""
     own_methods: tuple[str, ...] = later(())
-    """Methods that the paper lacks, which are measured in our implementation alone."""
+    """Methods that the paper lacks, which are measured only in our implementation."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class TableSpec(Settings):
 
 @dataclass(frozen=True)
 class ComparisonSpec(Settings):
-    """A study's tables beside the paper's values, and the settings that decide whether the two can be compared.
+    """A study's tables and the paper's values, and the settings that decide whether the two can be compared.
 
     Keys and values are as `paper.comparison.settings_of` gives them.
     """

@@ -222,8 +222,8 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     for axis, (name, values) in zip(axes, finite, strict=True):
         _draw_bins(axis, values, edges, ("underestimated", "overestimated"))
         left_out = sizes[name] - len(values)
-        found = f"mean ${values.mean():+z.2f}$, {(values < 0).mean():.1%} underestimated"
-        axis.set_title(f"{TITLE.format(*name)}\n{found}\n{left_out:,} of {sizes[name]:,} rows left out", fontsize=7)
+        shares = f"mean ${values.mean():+z.2f}$, {(values < 0).mean():.1%} underestimated"
+        axis.set_title(f"{TITLE.format(*name)}\n{shares}\n{left_out:,} of {sizes[name]:,} rows left out", fontsize=7)
     axes[0].xaxis.set_major_locator(MaxNLocator(9, integer=True, steps=[1, 2, 5, 10]))
     return finish(figure, spec)
 

@@ -127,11 +127,11 @@ def ablation_kernel_fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         for name, each, colour, marker, label in (
             ("own", own, BLUE, "o", f"own maps ({own})"), ("variant", maps, VERMILLION, "x", "the panel's variant")
         ):  # fmt: skip
-            of = rest[rest["maps"] == each]
-            _cloud(axis, of, colour, marker, label)
-            rms = np.sqrt(((of["log_phi"] - of["log_kernel"]) ** 2).mean())
+            scores = rest[rest["maps"] == each]
+            _cloud(axis, scores, colour, marker, label)
+            rms = np.sqrt(((scores["log_phi"] - scores["log_kernel"]) ** 2).mean())
             # Within queries, so that level differences between them do not count.
-            spearman = of.groupby("query")[["log_kernel", "log_phi"]].corr("spearman")
+            spearman = scores.groupby("query")[["log_kernel", "log_phi"]].corr("spearman")
             spearman = spearman.xs("log_kernel", level=1)["log_phi"].mean()
             lines.append(f"{name}: RMS {rms:.2f} nats, Spearman ${spearman:z.2f}$")
         shown = _show_bulk(axis, rest)

@@ -40,12 +40,12 @@ TRAINING = {
 )
 def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Errors of attention outputs with and without completion and subtraction, by corpus and length."""
-    found = rows["findings"]
+    findings = rows["findings"]
     titles = [show.backbone_titles[name] * (len(show.backbones) > 1) for name in show.backbones]
-    lines = cross(part("length", show.lengths), part("corpus", dict.fromkeys(found["corpus"])))
+    lines = cross(part("length", show.lengths), part("corpus", dict.fromkeys(findings["corpus"])))
     columns = part("column", ACCOUNTING.values(), quantity=ACCOUNTING)
     cells = cross(part("block", titles, backbone=show.backbones), lines, columns)
-    cells = with_values(looked_up(cells.assign(budget_percent=middle_budget(show)), found))
+    cells = with_values(looked_up(cells.assign(budget_percent=middle_budget(show)), findings))
     cells["row"] = cells["corpus"].map(text_title) + " | " + cells["length"] + " | " + cells["k"]
     signed = (cells["quantity"] == "log_z_error") & (cells["text"] != LEFT_OUT)
     cells["printed"] = cells["text"].mask(signed, "$" + cells["text"] + "$")

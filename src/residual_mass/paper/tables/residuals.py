@@ -82,9 +82,9 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """
     errors = compared(rows)
     places = cross(backbones(show), lengths(show, "block"), part("corpus", dict.fromkeys(errors["corpus"])))
-    found = errors[errors[KL.name] != ""].groupby(["backbone", "length", "corpus"], sort=False)
+    measured = errors[errors[KL.name] != ""].groupby(["backbone", "length", "corpus"], sort=False)
     shown = places[["backbone", "length", "corpus"]].itertuples(index=False, name=None)
-    lines = [_front(found.get_group(place)) for place in shown if place in found.groups]
+    lines = [_front(measured.get_group(place)) for place in shown if place in measured.groups]
     if not lines:
         raise ValueError(
             "table deployable: no method has both errors and distances of the next token; run the fidelity stage with "
