@@ -1,5 +1,5 @@
-"""Shared-prefill decoding: all arms of an evaluation decode from one exact prefill, as one batch; greedily, or given
-continuations token by token.
+"""Shared-prefill decoding: all arms of an evaluation decode from one exact prefill, as one batch, greedily or along a
+given continuation.
 
 All arms share the prefix's keys, values and summaries, which are read-only; each arm has its own buffer of generated
 keys and values, so no arm can contaminate another. The first generated token comes from the shared exact prefill.
@@ -39,7 +39,7 @@ Finish = Literal["length", "eos", "saturated"]
 Summaries = Mapping[str | None, tuple[list[Map], list[Summary]]]
 """phi_q and the summaries of prefixes, both by layer, of all maps by their label."""
 Saturated = Callable[[int, list[int]], bool]
-"""Whether the tokens generated for the prompt of that index settle its score, whatever comes next."""
+"""Whether the tokens generated for the prompt with an index determine its score, with any further tokens."""
 ROWS = 512
 """Most tokens, over all arms, of one pass through the model, which bounds the memory of their logits."""
 SCORES = 2**24
@@ -59,7 +59,7 @@ class Generation:
 
 @dataclass
 class Work:
-    """Tokens and seconds of an engine so far, for rates and estimates."""
+    """Total tokens and seconds of an engine, for rates and estimates."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -91,7 +91,7 @@ class SharedPrefillEngine:
         work: tokens and seconds of all calls.
 
     Raises:
-        ValueError: an arm's maps are missing, or belong to another backbone; a layer of it is not attention alone.
+        ValueError: an arm's maps are missing, or belong to another backbone; `require_attention_alone` refuses it.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class SharedPrefillEngine:
 
         Args:
             max_new_tokens: one limit, or one per prompt.
-            saturated: stops an arm once its score is settled; without it, arms run to a limit or an end token.
+            saturated: stops an arm once its score is determined; without it, arms run to a limit or an end token.
 
         Raises:
             NotFiniteError: the model or the maps return a NaN or an infinity.
@@ -161,9 +161,9 @@ class SharedPrefillEngine:
         """
         device, longest, read = self.backbone.device, max(map(len, prompts)), []
         for prompt, ids in enumerate(prompts):
-            read.append(one := prefill(self.backbone.model, [ids]))
-            if not one.finite:  # a key or value that is not finite nearly always shows in the logits
-                bad = (i for i, pair in sorted(one.layers.items()) if not all(x.isfinite().all() for x in pair))
+            read.append(state := prefill(self.backbone.model, [ids]))
+            if not state.finite:  # a key or value that is not finite nearly always shows in the logits
+                bad = (i for i, pair in sorted(state.layers.items()) if not all(x.isfinite().all() for x in pair))
                 layer = next(bad, None)
                 what = "the logits after it are" if layer is None else f"the keys or values of layer {layer} are"
                 raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
@@ -172,10 +172,10 @@ class SharedPrefillEngine:
         )
         layers = []
         for index in range(self.backbone.shape.layers):
-            padded = [[F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in one.layers[index]] for one in read]
+            padded = [[F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in state.layers[index]] for state in read]
             keys, values = (torch.cat(parts) for parts in zip(*padded, strict=True))
             layers.append(build_prefix(keys, values, real, self.anchors, gapless=True))
-        return layers, [int(one.next_token) for one in read]
+        return layers, [int(state.next_token) for state in read]
 
     def decoder(
         self,
@@ -187,11 +187,11 @@ class SharedPrefillEngine:
         most: int | None = None,
         dense: Layers | None = None,
     ) -> ArmDecoder:
-        """Makes the attention handler of some arms after prefixes.
+        """Builds the attention handler of some arms after prefixes.
 
         Args:
             room: tokens that an arm can generate.
-            most: arms, of one method, that are computed together; None for any number of arms that share maps.
+            most: most arms of one method that are computed together; None for any number of arms that share maps.
             dense: as in `PartialRows`.
         """
         whole = [a for a, arm in enumerate(arms) if arm.is_full]
@@ -204,11 +204,11 @@ class SharedPrefillEngine:
                 together.setdefault((label, "" if most is None else arm.method), []).append(a)
         for (label, _), places in together.items():
             size = most or len(places)
-            for some in (places[start : start + size] for start in range(0, len(places), size)):
-                chosen = [arms[a] for a in some]
+            for chunk in (places[start : start + size] for start in range(0, len(places), size)):
+                chosen = [arms[a] for a in chunk]
                 maps = summaries[label] if any(arm.needs_maps for arm in chosen) else None
                 settings = self.anchors, self.nominal_length, maps, dense
-                parts.append(PartialRows(some, chosen, layers, lengths, *settings))
+                parts.append(PartialRows(chunk, chosen, layers, lengths, *settings))
         return ArmDecoder(arms, parts, layers)
 
     def summaries(self, layers: Sequence[PrefixLayer]) -> Summaries:
@@ -217,19 +217,19 @@ class SharedPrefillEngine:
         Raises:
             NotFiniteError: a summary is not finite.
         """
-        made = {}
+        summaries = {}
         for label, maps in self.maps.items():
-            of_layers = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
-            states = [torch.stack([part.flatten(1).isfinite().all(1) for part in each.state]) for each in of_layers]
-            finite = torch.stack(states).all(1).cpu()  # [layers, E], with a single wait for the device
+            by_layer = [summarise_prefix(layer, key_map) for layer, (_, key_map) in zip(layers, maps, strict=True)]
+            states = [torch.stack([part.flatten(1).isfinite().all(1) for part in own.state]) for own in by_layer]
+            finite = torch.stack(states).all(1).cpu()  # [layers, E], with a single synchronisation
             if not finite.all():
                 layer, prompt = (~finite).nonzero()[0].tolist()
                 if not all(x[prompt].isfinite().all() for x in (layers[layer].keys, layers[layer].values)):
                     what = f"the keys or values of layer {layer} are"
                     raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
                 raise NotFiniteError(prompt, f"the summary of layer {layer}{maps_suffix(label)} is", MAPS_AT_FAULT)
-            made[label] = [query_map for query_map, _ in maps], of_layers
-        return made
+            summaries[label] = [query_map for query_map, _ in maps], by_layer
+        return summaries
 
     def decode(self, decoder: ArmDecoder, batch: _Batch, lengths: list[int]) -> None:
         """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
@@ -240,7 +240,7 @@ class SharedPrefillEngine:
                 logits = self.forward(
                     [[batch.tokens[e][a][-1]] for e, a in rows], [lengths[e] + steps for e, _ in rows]
                 )
-                # One transfer for both: a second wait for the device would cost as much as the first.
+                # One transfer for both: a second synchronisation would take as long as the first.
                 tokens, finite = torch.stack(greedy(logits)).tolist()
                 for (e, a), good in zip(rows, finite, strict=True):
                     if not good and batch.finish[e][a] is None:  # tokens of finished rows are not used
@@ -250,19 +250,19 @@ class SharedPrefillEngine:
         decoder.require_read(steps)
 
     def forward(self, tokens: list[list[int]], first: list[int]) -> Tensor:
-        """Logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N]."""
+        """Computes logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N]."""
         ids = torch.tensor(tokens, device=self.backbone.device)
         positions = torch.tensor(first, device=ids.device).unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
         return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
     def not_finite(self, prompt: int, of: str, arm: ArmSpec, place: str = "") -> NotFiniteError:
-        """Makes the error of logits under an arm."""
+        """Builds the error for logits under an arm that are not finite."""
         what = f"the logits of {of} under {arm.method}{maps_suffix(arm.maps)}{place} are"
         return NotFiniteError(prompt, what, MAPS_AT_FAULT if arm.needs_maps else model_at_fault(self.backbone.spec))
 
 
 class _Batch:
-    """The rows (example, arm) of one call: their tokens, the reason why they finished, and the ones still decoding.
+    """The rows (example, arm) of one call: their tokens, why they finished, and the examples and arms still decoding.
 
     A finished row keeps decoding, with its tokens ignored, while its example and its arm both have unfinished rows.
     """
@@ -313,7 +313,7 @@ class ForcedDecoder:
     Args:
         engine: holds the backbone, the arms and their maps.
         prefix: tokens that are read exactly.
-        layers: of the prefix, where it was read already.
+        layers: of the prefix, if it was read already.
 
     Raises:
         NotFiniteError: the prefill, or a summary of it, is not finite.
@@ -328,7 +328,7 @@ class ForcedDecoder:
         self.summaries = engine.summaries(self.prefix)
 
     def k(self, arm: ArmSpec) -> int:
-        """Mid-region tokens that an arm retrieves per query head and step."""
+        """Returns the number of mid-region tokens that an arm retrieves per query head and step."""
         return retrieved_by(arm, self.length, self.engine.anchors, self.engine.nominal_length)
 
     @torch.no_grad()
@@ -345,7 +345,7 @@ class ForcedDecoder:
         """Yields logits [T, V] of each partial arm after each token.
 
         Args:
-            dense: what `full` returned for the same tokens, for the state `dense`; None for the arms' own.
+            dense: keys and values that `full` returned for the same tokens, for later tokens; None for the arms' own.
 
         Raises:
             NotFiniteError: a logit is not finite; names the arm and the layer.
@@ -372,7 +372,7 @@ class ForcedDecoder:
         """Runs all tokens of all arms through the model at once: [A, T, V]."""
         logits = self._forward(decoder, len(decoder.arms), tokens)
         decoder.require_read(len(tokens))
-        extremes = torch.stack(logits.flatten(1).aminmax(dim=1))  # a NaN is both; less memory than a mask of all
+        extremes = torch.stack(logits.flatten(1).aminmax(dim=1))  # both NaN if a logit is; less memory than a mask
         finite = extremes.isfinite().all(0).tolist()
         if not all(finite):
             arm, layer = decoder.arms[finite.index(False)], self._layer_at_fault(decoder, tokens, finite.index(False))
@@ -382,17 +382,17 @@ class ForcedDecoder:
 
     def _layer_at_fault(self, decoder: ArmDecoder, tokens: Sequence[int], row: int) -> int | None:
         """Reads the tokens again to find the first layer in which a row's attention is not finite."""
-        found: list[int] = []
+        at_fault: list[int] = []
 
         def watched(module: nn.Module, *tensors: Tensor | None | float) -> Tensor:
             output = decoder(module, *tensors)
             if not output[row].isfinite().all():
-                found.append(module.layer_idx)
+                at_fault.append(module.layer_idx)
             return output
 
         decoder.read = [0] * len(self.prefix)
         self._forward(watched, len(decoder.arms), tokens)
-        return next(iter(found), None)
+        return next(iter(at_fault), None)
 
     def _forward(self, handler: Handler, num_arms: int, tokens: Sequence[int]) -> Tensor:
         with attention_hook(self.engine.backbone.model, handler, hybrid=True):

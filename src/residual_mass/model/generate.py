@@ -1,10 +1,10 @@
-"""Generation with a method: `partial_generate`, and the same behind `model.generate`; as it is, or as drafts.
+"""Generation with a method: `partial_generate`, and a decoding loop for `model.generate`; with or without verification.
 
-Speculative decoding with one model: partial attention drafts, full attention verifies. A pass drafts n tokens by
-partial steps, reads the newest token and the drafts at once by full attention, keeps the drafts up to the first that
-full attention does not give, and adds a token of full attention's own (Leviathan et al. 2023, "Fast inference from
+Verification is speculative decoding with one model: partial attention drafts, full attention verifies. A pass drafts n
+tokens by partial steps, reads the newest token and the drafts at once by full attention, accepts the drafts before the
+first that full attention rejects, and adds a token of full attention's own (Leviathan et al. 2023, "Fast inference from
 transformers via speculative decoding", algorithm 1). The drafts' keys and values come from approximate hidden states,
-so they are taken out of the cache before the verifying pass writes those of full attention.
+so they are removed from the cache before the verifying pass writes those of full attention.
 
 Shape letters: L = tokens so far, n = drafts, V = vocabulary.
 """
@@ -42,13 +42,13 @@ from residual_mass.model.prefix import retrieved_by
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 
 MOST = BLOCK - 1
-"""Drafts of a pass: with the newest token, a block of a packed cache."""
+"""Most drafts of a pass: with the newest token they fill a block of a packed cache."""
 READ = {"attention_mask", "past_key_values", "use_cache", "cache_position", "position_ids", "logits_to_keep"}
-"""What `generate` passes on that says no more than the tokens and the cache do, for one prompt without padding."""
+"""Arguments from `generate` that add nothing to tokens and cache, for one prompt without padding."""
 
 
 class Pass(NamedTuple):
-    """What one verifying pass did: tokens drafted, how many of them are part of the text, and the seconds of both."""
+    """Record of one pass: tokens drafted, drafts accepted into the text, seconds of drafting and of verifying."""
 
     drafted: int
     accepted: int
@@ -71,25 +71,25 @@ def partial_generate(
     verify: int | Literal["auto"] | None = None,
     passes: list[Pass] | None = None,
 ) -> Tensor:
-    """Generates greedily, as `model.generate` within `partial_kv`, by the fastest step that serves the method.
+    """Generates greedily, as `model.generate` within `partial_kv`, by the fastest step that supports the method.
 
-    On a CPU this is a compiled one over a `PackedCache` for full attention and for a 4-bit scan, alone or with
-    regression (`residual_mass.kernels`): keys and values have 8 bits then, in place of 16 or 32. On a GPU it is one of
-    Triton kernels in a CUDA graph, for the paper's methods and those that choose by all keys' scores, exact or of 4
-    bits, alone or with truncated moments; torch has the same steps elsewhere. Other methods run under `partial_kv`.
+    On a CPU this is a compiled step over a `PackedCache` (`residual_mass.kernels`) for full attention in bfloat16, an
+    8-bit cache, and a 4-bit scan, alone or with regression. On a GPU it is a step of Triton kernels in a CUDA graph for
+    the paper's methods and those that choose by all keys' scores, exact or of 4 bits, alone or with truncated moments;
+    without kernels torch runs the same step. Other methods run under `partial_kv`.
 
     Args:
         input_ids: [1, L], one prompt without padding.
         method, budget, phi, num_sink, num_tail: as for `partial_kv`.
-        eos_token_id: token or tokens that end the text; None takes those of the model's generation config, an empty
-            list none.
+        eos_token_id: token or tokens that end the text; None takes those of the model's generation config, and an
+            empty list disables them.
 
     Returns:
         The prompt and up to `max_new_tokens` new tokens, the last of which may be an end token: [1, L + T].
 
     Raises:
-        ValueError: as for `partial_kv`; several prompts or none of token ids; max_new_tokens below 1; a model without a
-            language-model head; verify below 1 or above 63, or for a method or model that it does not serve.
+        ValueError: as for `partial_kv`; input_ids are not one prompt of token ids; max_new_tokens is below 1; the model
+            has no language-model head; verify is below 1 or above 63, or does not support the method or the model.
     """
     if not isinstance(input_ids, Tensor):
         raise ValueError(
@@ -113,7 +113,7 @@ def partial_generate(
     decoding = partial_decoding(method, budget, phi, num_sink, num_tail, verify, passes)
 
     def static(model: PreTrainedModel, input_ids: Tensor, **asked: Any) -> Tensor:
-        """From static buffers, unless the generation config of the model has processors or criteria of its own."""
+        """Decodes from static buffers, unless the model's generation config adds processors or criteria."""
         if asked["logits_processor"] or len(asked["stopping_criteria"]) > 1 + bool(ends):
             return decoding(model, input_ids, **asked)
         read = prefill(model, input_ids.tolist())
@@ -144,26 +144,26 @@ def partial_decoding(
 ) -> Callable[..., Any]:
     """Returns a decoding loop for `model.generate(**inputs, custom_generate=partial_decoding(...))`.
 
-    It is transformers' own loop, greedy or sampling, with every option of `generate` but beams and drafts, within
-    `partial_kv`. Where the CPU kernels serve the method it runs over a `PackedCache`: an empty one, or for a further
-    turn the one that is given as `past_key_values`.
+    It runs transformers' own loop within `partial_kv`, greedy or sampling, with all options of `generate` except beams
+    and drafts. If the CPU kernels support the method, it runs over a `PackedCache`: an empty one or, for a further
+    turn, the one in `past_key_values`.
 
-    With `verify` the text is full attention's: greedy, or sampled from the same distribution, of one prompt. The method
-    drafts tokens, and one pass of full attention over them keeps those that it would have given itself. Over a packed
-    4-bit cache full attention reads both its planes, so 8 bits of every key and value; elsewhere it is the model's own.
-    A further turn takes the cache of the turn before it as `past_key_values`.
+    With `verify` the text is full attention's: greedy, or sampled from the same distribution, for one prompt. The
+    method drafts tokens, and one pass of full attention accepts those that it would have generated. Over a packed 4-bit
+    cache full attention reads both planes, 8 bits of every key and value; otherwise it is the model's own. A further
+    turn takes the cache of the previous turn as `past_key_values`.
 
     Args:
         method, budget, phi, num_sink, num_tail: as for `partial_kv`.
-        verify: tokens to draft between two passes of full attention, 1 to 63; "auto" chooses for every pass by the
-            drafts accepted and the times measured so far. The text does not depend on it, but for logits that tie
-            within rounding; with sampling, its distribution does not.
-        passes: a list that gets what each verifying pass did.
-        streamer: gets the prompt and every token, as from `generate`, which passes its own to no `custom_generate`.
+        verify: tokens to draft between two passes of full attention, 1 to 63; "auto" chooses the number for every pass
+            by the drafts accepted and the times measured so far. Except for logits that tie within rounding, the greedy
+            text does not depend on it; a sampled text's distribution does not depend on it.
+        passes: list to which the record of each pass is appended.
+        streamer: receives the prompt and every token, because `generate` passes its own to no `custom_generate`.
 
     Raises:
-        ValueError: verify out of range, or for a method without a partial step; when called, what `generate` is asked
-            for is not served.
+        ValueError: verify is out of range, or the method has no partial step; when called, an option of `generate` is
+            not supported.
     """
     rule = method_named(method)
     if verify not in (None, "auto") and (type(verify) is not int or not 1 <= verify <= MOST):
@@ -180,8 +180,8 @@ def partial_decoding(
         require_steps(config, mode, rule)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
-                f"partial_decoding does no {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
-                "num_beams=1, or within partial_kv"
+                f"partial_decoding does not support {mode.value.replace('_', ' ')}: generate greedily or by sampling, "
+                "with num_beams=1, or within partial_kv"
             )
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -217,13 +217,13 @@ def partial_decoding(
 
 
 def cache_to_crop(model: PreTrainedModel, rule: Method, given: Cache | None) -> Cache:
-    """Returns the cache that a verified generation takes tokens out of: the one given, or an empty one in its place.
+    """Returns a cache from which a verified generation can remove tokens: `given`, or a new one.
 
     Raises:
-        ValueError: the one given holds tokens and cannot lose any; the model keeps states that cannot go back.
+        ValueError: `given` holds tokens and cannot remove any; the model has states that cannot be rolled back.
     """
     if getattr(model, "_is_stateful", False) or len(attention_layers(model)) != text_config(model).num_hidden_layers:
-        raise ValueError(f"verify takes drafts back, which {type(model).__name__}'s recurrent states do not allow")
+        raise ValueError(f"verify removes drafts again, which {type(model).__name__}'s recurrent states do not allow")
     packing = packing_of(rule)
     if isinstance(given, PackedCache):
         if given.packing.bits != 4:
@@ -233,47 +233,47 @@ def cache_to_crop(model: PreTrainedModel, rule: Method, given: Cache | None) -> 
     if given is not None and given.get_seq_length() > 0:
         if not croppable:
             raise ValueError(
-                f"verify cannot take tokens out of a {type(given).__name__} with windows or fixed sizes: pass "
+                f"verify cannot remove tokens from a {type(given).__name__} with windows or fixed sizes: pass "
                 "past_key_values=DynamicCache() from the first turn on"
             )
         return given
     if packing is not None and packing.bits == 4 and kernels_for(model, rule):
         return PackedCache(model, rule)
-    return given if croppable else DynamicCache()  # without a configuration layers keep all tokens
+    return given if croppable else DynamicCache()  # without a configuration, its layers keep all tokens
 
 
 # ---- drafts and their verification -----------------------------------------------------------------------------------
 
 
 def accepted_or_drawn(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, bool]:
-    """Accepts a token drawn from q with probability min(1, p / q), and otherwise draws one from the normalised positive
-    part of p - q, so that the token returned is distributed as p.
+    """Accepts a token drawn from q with probability min(1, p / q), otherwise draws one from the normalised positive
+    part of p - q. The returned token has the distribution p.
 
     Args:
         p, q: probabilities [V] of full attention and of the draft.
         drafted: [1].
 
     Returns:
-        The token [1], and whether it is the drafted one by acceptance.
+        The token [1], and whether the drafted one was accepted.
     """
-    wanted, had = float(p[drafted]), float(q[drafted])
-    if wanted >= had or (wanted > 0 and float(torch.rand((), dtype=torch.float64)) * had < wanted):
+    full, draft = float(p[drafted]), float(q[drafted])
+    if full >= draft or (full > 0 and float(torch.rand((), dtype=torch.float64)) * draft < full):
         return drafted, True
     rest = (p - q).clamp_min(0)
-    return drawn(rest if bool(rest.any()) else p), False  # nothing is left where p and q differ by roundings alone
+    return drawn(rest if bool(rest.any()) else p), False  # rest is 0 if p and q differ only by rounding errors
 
 
 def drawn(p: Tensor) -> Tensor:
-    """Draws a token [1] from probabilities, or weights, [V]; the likeliest where only one is possible."""
+    """Draws a token [1] from probabilities or weights [V], without a random number if only one is possible."""
     return p.argmax(-1, keepdim=True) if int(p.count_nonzero()) == 1 else torch.multinomial(p, 1)
 
 
 @dataclass
 class Pace:
-    """How many tokens to draft: as many as are given, or those that promise the most tokens a second.
+    """Chooses how many tokens to draft: a given number, or the number with the most expected tokens per second.
 
-    Drafts are taken to be right independently, with the share of those looked at that were; a verifying pass takes a
-    constant and an amount per token, by least squares. Passes count less with every later one.
+    The model: drafts are accepted independently, with the observed share of accepted drafts; a verifying pass takes a
+    constant time and a time per token, by least squares. The weight of a pass decreases with every later one.
     """
 
     verify: int | Literal["auto"]
@@ -281,13 +281,13 @@ class Pace:
     right: float = 1
     looked_at: float = 1.5
     draft: tuple[float, float] = (0, 0)
-    """Number and seconds of draft steps."""
+    """Number of draft steps, and their seconds."""
     moments: list[float] = field(default_factory=lambda: [0.0] * 5)
     """Sums of 1, n, n^2, seconds and n seconds over verifying passes with n drafts."""
     KEPT = 0.95
     TRIED = (2, 6)
     AGAIN = 32
-    """Passes after which drafts are tried again where none promise more than full attention."""
+    """Passes after which drafts are tried again if none are expected to be faster than full attention."""
 
     def drafts(self) -> int:
         if self.verify != "auto":
@@ -298,7 +298,7 @@ class Pace:
         return best or (self.TRIED[0] if self.passes % self.AGAIN == 0 else 0)
 
     def speed(self, n: int) -> float:
-        """Expected tokens a second of passes with n drafts."""
+        """Returns the expected tokens per second of passes with n drafts."""
         share, (steps, seconds), (count, x, xx, y, xy) = self.right / self.looked_at, self.draft, self.moments
         spread = xx - x * x / count
         slope = max(0.0, (xy - x * y / count) / spread) if spread > 1e-6 * count else 0.0
@@ -306,7 +306,7 @@ class Pace:
         return sum(share**i for i in range(n + 1)) / (n * seconds / max(steps, 1e-9) + verifying)
 
     def saw(self, done: Pass) -> None:
-        """Counts a pass; of the first the time of drafts does not count, as the method prepares itself in it."""
+        """Records a pass. The draft time of the first is discarded, because it includes the method's preparation."""
         self.passes += 1
         kept = 0 if self.passes == 2 else self.KEPT  # the second replaces the first
         self.draft = kept * self.draft[0] + done.drafted, kept * self.draft[1] + done.drafting
@@ -314,16 +314,16 @@ class Pace:
         self.looked_at = self.KEPT * self.looked_at + min(done.accepted + 1, done.drafted)
         n, seconds = done.drafted, done.verifying
         new = (1, n, n * n, seconds, n * seconds)
-        self.moments = [self.KEPT * before + now for before, now in zip(self.moments, new, strict=True)]
+        self.moments = [self.KEPT * old + added for old, added in zip(self.moments, new, strict=True)]
 
 
 @dataclass
 class Verified:
-    """One generation, within the session's attention hook.
+    """One verified generation, within the session's attention hook.
 
     Attributes:
-        cache: what holds all tokens but the newest, with full attention's keys and values, between passes.
-        passes: gets what each pass did.
+        cache: between passes, full attention's keys and values of all tokens except the newest.
+        passes: list to which the record of each pass is appended.
     """
 
     model: PreTrainedModel
@@ -339,7 +339,7 @@ class Verified:
     logits: tuple[Tensor, ...] = ()
 
     def generate(self, ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
-        """Continues the text [1, L], of which the cache holds the beginning, as `generate` returns it."""
+        """Continues the text [1, L], whose beginning is in the cache; returns what `model.generate` returns."""
         with self.session.doing("reading"):
             for piece in ids[:, self.cache.get_seq_length() :].split(self.config.prefill_chunk_size or ids.shape[1], 1):
                 logits = self._read(piece, logits_to_keep=1)
@@ -377,8 +377,8 @@ class Verified:
     def _taken(
         self, ids: Tensor, logits: Tensor, drafts: list[Tensor], expected: list[Tensor]
     ) -> tuple[Tensor, int, bool]:
-        """The text with what full attention's logits [n + 1, V] accept of the drafts and the token after it, the number
-        of drafts accepted, and whether the text has ended.
+        """Verifies drafts by full attention's logits [n + 1, V]. Returns the text with the accepted drafts and the next
+        token, the number of accepted drafts, and whether the text has ended.
         """
         right, done = 0, False
         for at in range(len(drafts) + 1):
@@ -399,14 +399,14 @@ class Verified:
         return ids, right, done
 
     def _distribution(self, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities [V] of the next token after the text, from logits [1, V], and the processed scores [1, V]."""
+        """Returns the probabilities [V] of the next token, from logits [1, V], and the processed scores [1, V]."""
         scores = self.processor(ids, logits.to(torch.float32, copy=True))
         if self.config.do_sample:
             return scores[0].softmax(-1), scores
         return torch.zeros_like(scores[0]).index_fill_(0, scores[0].argmax(-1), 1), scores
 
     def _read(self, tokens: Tensor, **options: Any) -> Tensor:
-        """Logits after tokens [1, T], which follow those of the cache: [T, V]."""
+        """Computes the logits [T, V] after tokens [1, T], which follow those in the cache."""
         return self.model(tokens, past_key_values=self.cache, use_cache=True, return_dict=True, **options).logits[0]
 
     def _crop(self, count: int) -> None:
@@ -415,25 +415,24 @@ class Verified:
 
 
 def require_one_plain_prompt(ids: Tensor, cache: Cache, options: dict[str, Any], config: GenerationConfig) -> None:
-    """Raises ValueError for what a verified generation does not serve."""
+    """Raises ValueError for arguments that a verified generation does not support."""
     if len(ids) != 1:
         raise ValueError(f"verify takes one prompt, not {len(ids)} (num_return_sequences counts): generate one by one")
     if config.output_attentions or config.output_hidden_states:
         raise ValueError("verify keeps no attentions or hidden states: unset output_attentions, output_hidden_states")
     if more := sorted(name for name, value in options.items() if name not in READ and value is not None):
-        raise ValueError(f"verify reads token ids alone: leave out {', '.join(more)}")
+        raise ValueError(f"verify reads only token ids: leave out {', '.join(more)}")
     mask, positions = options.get("attention_mask"), options.get("position_ids")
     if (
-        getattr(config, "_mask_length", ids.shape[1]) != ids.shape[1]  # of a mask that hides nothing, and is left out
+        getattr(config, "_mask_length", ids.shape[1]) != ids.shape[1]  # of an omitted mask that hides nothing
         or (mask is not None and (mask.shape != ids.shape or not bool(mask.all())))
         or (positions is not None and bool((positions.cpu() != torch.arange(positions.shape[-1])).any()))
     ):
         raise ValueError(
-            "verify takes a prompt without padding or positions of its own, of which input_ids hold the whole text of "
-            "all turns"
+            "verify takes a prompt without padding or custom positions; input_ids must hold the whole text of all turns"
         )
     if cache.get_seq_length() >= ids.shape[1]:
         raise ValueError(
             f"the cache holds {cache.get_seq_length()} tokens, and input_ids {ids.shape[1]}: pass the whole text of "
-            "all turns, with something new"
+            "all turns, with new tokens"
         )

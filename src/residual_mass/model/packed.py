@@ -1,4 +1,4 @@
-"""Decoding on CPUs from packed caches: a `Cache` of transformers whose layers are read by `residual_mass.kernels`.
+"""Decoding on CPUs from packed caches: a `Cache` of transformers whose layers `residual_mass.kernels` reads.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, D = head dimension.
 """
@@ -29,11 +29,11 @@ from residual_mass.model.phi_maps import HeadShape, read_safetensors, write_safe
 from residual_mass.model.prefix import retrieved_by
 
 STATE = "residual_mass"
-"""In the header of a file that holds the state of a `PackedCache`."""
+"""Key in the header of a file that holds the state of a `PackedCache`."""
 
 
 def kernels_for(model: PreTrainedModel, method: Method) -> Library | None:
-    """Returns the kernels that serve a method on a model and its device, None where torch has to."""
+    """Returns the kernels that support a method on a model and its device, None if there are none."""
     try:
         require_plain(model)
     except ValueError:
@@ -48,7 +48,7 @@ def kernels_for(model: PreTrainedModel, method: Method) -> Library | None:
 
 class PackedLayer(CacheLayerMixin):
     """One layer: a `LayerCache` once the prompt is read. `update` passes new keys and values on to the attention, which
-    stores them, so that those of a whole prompt exist for one layer at a time.
+    stores them, so that unpacked keys and values of the prompt exist for one layer at a time.
     """
 
     is_sliding = False
@@ -57,7 +57,7 @@ class PackedLayer(CacheLayerMixin):
         super().__init__()
         self.packed: LayerCache | None = None
         self.tokens = 0
-        """Columns, padding included."""
+        """Number of columns, padding included."""
         self.given: Tensor | None = None
         """Keys that the attention is about to store."""
 
@@ -87,9 +87,9 @@ class PackedLayer(CacheLayerMixin):
         self.packed, self.given, self.tokens = None, None, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes out the last tokens, a number below 0 as transformers has it, which have to be in float32 still."""
+        """Removes the last tokens, a negative number as in transformers, which must still be in float32."""
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes a number below 0 of tokens to take out, not {tokens_to_remove}")
+            raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
         if tokens_to_remove and self.packed is not None:
             self.packed.drop(-tokens_to_remove)
             self.tokens += tokens_to_remove
@@ -101,20 +101,20 @@ class PackedLayer(CacheLayerMixin):
 
 
 class PackedCache(Cache):
-    """Keys and values of a prompt and what follows it, packed for the kernels of a method; on CPUs.
+    """Keys and values of a prompt and of later tokens, packed for the CPU kernels of a method.
 
-    Pass it to `partial_kv` and, as `past_key_values`, to `model.generate` within that context. It serves several turns,
-    and `save` and `load` keep the state of a prompt on disk.
+    Pass it to `partial_kv` and, as `past_key_values`, to `model.generate` within that context. It can be used for
+    several turns, and `save` and `load` store its state on disk.
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method) -> None:
-        """Raises ValueError where the kernels serve no such model or method."""
+        """Raises ValueError if the kernels do not support the model or the method."""
         require_plain(model)
         method = method_named(method)
         packing, library = packing_of(method), kernels_for(model, method)
         if packing is None or library is None:
             raise ValueError(
-                f"the CPU kernels do not serve {method.name} on this model and machine: they need to be built "
+                f"the CPU kernels do not support {method.name} on this model and machine: they need to be built "
                 f"(docs/library.md), a model on the CPU with heads of {', '.join(map(str, WIDTHS))} channels, and full "
                 "attention or a 4-bit scan, alone or with regression; leave the cache out"
             )
@@ -123,32 +123,32 @@ class PackedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Memory of all layers, with everything that a step reads."""
+        """Bytes of all layers in memory."""
         return sum(layer.packed.bytes for layer in self.layers if layer.packed is not None)
 
     def reserve(self, count: int) -> None:
-        """Makes room for up to 64 tokens that `crop` may take out again."""
+        """Makes room for up to 64 tokens that `crop` may remove again."""
         for layer in self.layers:
             if layer.packed is not None:
                 layer.packed.reserve(count)
 
     def save(self, path: str | Path) -> None:
-        """Writes the state to a safetensors file, for `load`."""
+        """Writes the state to a safetensors file, which `load` reads."""
         tensors, sizes = {}, []
         for index, layer in enumerate(self.layers):
             if layer.packed is None:
                 raise ValueError("the cache is empty: read a prompt before you save it")
-            kept, numbers = layer.packed.state()
-            tensors |= {f"{index}.{name}": tensor for name, tensor in kept.items()}
+            packed, numbers = layer.packed.state()
+            tensors |= {f"{index}.{name}": tensor for name, tensor in packed.items()}
             sizes.append(numbers | {"tokens": layer.tokens})
         header = json.dumps({"packing": vars(self.packing), "sizes": sizes})
         write_safetensors(Path(path), tensors, {STATE: header})
 
     def load(self, path: str | Path) -> PackedCache:
-        """Reads the state that `save` wrote, of the same model and method, and returns the cache.
+        """Reads the state that `save` wrote for the same model and method, and returns the cache.
 
         Raises:
-            ValueError: the file is missing, damaged or of something else.
+            ValueError: the file is missing, damaged, or holds something else.
         """
         header, tensors = read_safetensors(Path(path))
         if STATE not in header:
@@ -168,10 +168,10 @@ class Session:
     """An attention handler that reads prompts exactly, and generated tokens through a method.
 
     Attributes:
-        partial_calls: number of decode steps by index of a layer that reads the whole text; layers without one, as of a
-            model that bypasses the hook, are missing.
+        partial_calls: number of decode steps by index of a layer that reads the whole text; layers without any, such as
+            those that bypass the hook, are missing.
         reading: whether single tokens are part of a prompt too.
-        verifying: whether tokens are drafts, which full attention reads and of which some may be taken out again.
+        verifying: whether tokens are drafts, which full attention reads and which may be removed again.
     """
 
     arm: Arm
@@ -182,7 +182,7 @@ class Session:
 
     @contextmanager
     def doing(self, what: Literal["reading", "verifying"]) -> Iterator[None]:
-        """Sets one of the two within a context."""
+        """Sets `reading` or `verifying` within a context."""
         setattr(self, what, True)
         try:
             yield
@@ -192,18 +192,18 @@ class Session:
 
 @dataclass
 class PackedSession(Session):
-    """Packs prompts, then attends through the kernels."""
+    """Packs prompts, then computes attention by the kernels."""
 
     cache: PackedCache
     _chosen: dict[int, LayerCache] = field(default_factory=dict)
-    """What knows how many tokens to read, by layer."""
+    """Layers whose number of tokens to read was set, by index."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         layer = self.cache.layers[module.layer_idx]
         if layer.given is not key:
-            raise ValueError("partial_kv has a PackedCache, which the model has to be given too, as past_key_values")
+            raise ValueError("partial_kv has a PackedCache: pass it to the model too, as past_key_values")
         layer.given = None
         if layer.packed is None:
             output = exact_attention(module, query, key, value, mask, scale)
@@ -218,7 +218,7 @@ class PackedSession(Session):
         several = self.reading or self.verifying or query.shape[2] > 1
         if several and packed.batch > 1:
             raise ValueError("a further turn on a PackedCache takes one prompt, not several")
-        if several:  # all read every token before them, of planes both
+        if several:  # all read every token before them, from both planes
             if not self.verifying:
                 self._chosen.pop(module.layer_idx, None)
             outputs = []
@@ -235,7 +235,7 @@ class PackedSession(Session):
         return packed.step(query[:, :, 0], scale)[0].unsqueeze(1).to(query.dtype)
 
     def take(self, read: Prefill) -> None:
-        """Packs prompts without padding that have been read elsewhere."""
+        """Packs prompts without padding that were prefilled elsewhere."""
         for index, (key, value) in read.layers.items():
             layer = self.cache.layers[index]
             layer.lazy_initialization(key, value)
@@ -246,7 +246,7 @@ class PackedSession(Session):
         visible = torch.ones(len(key), length, dtype=torch.bool) if mask is None else mask[:, 0, -1]
         first = visible.int().argmax(-1).expand(len(key)).tolist()
         if not all(bool(row[start:].all()) for row, start in zip(visible, first)):  # noqa: B905  # one row for several
-            raise ValueError("a PackedCache takes prompts that are padded on the left alone")
+            raise ValueError("a PackedCache takes prompts that are padded only on the left")
         packing = self.cache.packing
         return LayerCache(
             self.cache.library, key, value, first, bits=packing.bits, clusters=packing.clusters,

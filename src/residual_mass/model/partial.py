@@ -60,22 +60,21 @@ def partial_kv(
 
     Works with `model.generate` (greedy, sampling or beams, left-padded batches, growing or static caches) on
     decoder-only models that use transformers' attention interface; docs/models.md lists families. Layers with a sliding
-    window or chunks attend exactly. Several tokens in one call are read exactly and join the prefix, as a further turn
-    on the same cache does; a single token is a generated one, unless `generate` reads it as the last chunk of a prompt.
+    window or chunks attend exactly. Several tokens in one call, such as a further turn on the same cache, are read
+    exactly and join the prefix. A single token is a generated one, unless `generate` reads it as a prompt's last chunk.
 
     Args:
         method: full, topk, topk_phi, topk_moments or another name in `residual_mass.methods`, or your own `Method`.
         budget: exact-support budget as a share of each row's own prompt, in (0, 1], including anchors; ignored for
             full. The integer 1 is refused: 0.01 is 1 %, 1.0 the whole prompt.
-        phi: maps trained for this backbone; required by the methods with phi in their name, refused by those with
-            another residual.
+        phi: maps trained for this backbone; required by methods with phi in their name, refused by methods with another
+            residual.
         num_sink, num_tail: first and last positions of the prompt that are always exact.
-        fold: None reads every generated token exactly. A number folds that many older ones into the prompt whenever
-            twice as many were generated: they are retrieved and estimated as the prompt's tokens are, and the budget is
-            a share of both. Not with beams, which exchange generated tokens between rows.
-        cache: None keeps transformers' own cache. A `PackedCache`, which `generate` then takes as `past_key_values`,
-            holds keys and values in 8 bits, and its steps are compiled; older generated tokens join the prompt's in
-            blocks, so that it takes no `fold`.
+        fold: None reads every generated token exactly. A number folds that many of the oldest into the prompt whenever
+            more than twice as many are unfolded: they are retrieved and estimated like the prompt's tokens, and the
+            budget is a share of both. Not for beams, which exchange generated tokens between rows.
+        cache: None keeps transformers' own cache. A `PackedCache`, which `generate` needs as `past_key_values` too,
+            holds packed keys and values for compiled steps. It takes no `fold`, because it folds in blocks by itself.
 
     Yields:
         The session. Its `partial_calls` are the numbers of decode steps by layer, without layers that were not called.
@@ -84,9 +83,9 @@ def partial_kv(
         UserWarning: the context ended without a decode step through the method, so that all attention was full.
 
     Raises:
-        ValueError: unknown method, budget out of range, maps missing, not needed or of another head shape, model not
-            supported or already hooked; a `cache` for another method; `generate` without a cache, with drafts of
-            several tokens or with guidance by a second text.
+        ValueError: the method is unknown, the budget out of range, the maps are missing, not needed or of another head
+            shape, the model is not supported or already hooked, or `cache` is for another method; `generate` runs
+            without a cache, with drafts, or with guidance by a second text.
     """
     session: Session = partial_session(model, method, budget, phi, num_sink, num_tail, fold)
     if cache is not None:
@@ -132,8 +131,8 @@ def partial_session(
 
 @contextmanager
 def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None]:
-    """Refuses what `generate` would do by full attention, and tells the session while it reads a prompt, the last chunk
-    of which may be a single token.
+    """Refuses modes of `generate` that would run by full attention, and marks the session while `generate` reads a
+    prompt, whose last chunk may be a single token.
     """
     read, validate = (getattr(model, name, None) for name in ("_prefill", "_validate_generation_mode"))
 
@@ -159,7 +158,7 @@ def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None
 
 
 def require_steps(config: GenerationConfig, mode: GenerationMode, rule: Method) -> None:
-    """Raises ValueError if `generate` would not read one token of each text a step."""
+    """Raises ValueError if `generate` would not read one token of each text per step."""
     if mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             "partial_kv reads one token a step, not drafts of several: leave out assistant_model, "
@@ -168,7 +167,7 @@ def require_steps(config: GenerationConfig, mode: GenerationMode, rule: Method) 
     if config.use_cache is False and not rule.whole_prefix:
         raise ValueError("partial_kv needs the cache: without it every step reads the whole text exactly")
     if config.guidance_scale not in (None, 1):
-        raise ValueError("partial_kv reads one text, and guidance_scale a second one beside it: leave it out")
+        raise ValueError("partial_kv reads one text, but guidance_scale needs a second one: leave it out")
 
 
 def make_arm(method: str | Method, budget: float | str | None) -> Arm:
@@ -178,7 +177,7 @@ def make_arm(method: str | Method, budget: float | str | None) -> Arm:
 
 
 def require_maps(arm: Arm, phi: PhiMaps | None) -> None:
-    """Raises ValueError where a method lacks its maps, or another residual than theirs is given some."""
+    """Raises ValueError if a method lacks its maps, or if maps are given to a method with another residual."""
     if phi is not None and arm.rule.own is not None:
         raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out")
     if phi is None and arm.needs_maps:
@@ -207,7 +206,7 @@ class PartialSession(Session):
             self._filled[index] = self._columns[index] = key.shape[2] - query.shape[2]
             return _few_queries(module, query, key, value, mask, scale)
         several = self.reading or query.shape[2] > 1
-        # A growing cache is full; of a static one, whose keys keep their number, the mask tells what is filled.
+        # A growing cache is full. In a static cache, which has a constant number of columns, the mask shows the filled.
         grown = not several and key.shape[2] > self._columns.get(index, key.shape[2])
         filled = key.shape[2] if grown else _filled_columns(query, key, mask)
         before, self._filled[index], self._columns[index] = self._filled.get(index), filled, key.shape[2]
@@ -229,7 +228,7 @@ class PartialSession(Session):
         return self._attend(module, query, key[:, :, :filled], value[:, :, :filled], scale)
 
     def _attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attends with one new token per row, query [N, Hq, 1, D], to all columns: [N, 1, Hq, D]."""
+        """Computes attention [N, 1, Hq, D] of one new token per row, query [N, Hq, 1, D], to all columns."""
         index, length = module.layer_idx, self._real[module.layer_idx].shape[1]
         folded = self.fold is not None and key.shape[2] - length > 2 * self.fold
         if folded:
@@ -264,7 +263,7 @@ class PartialSession(Session):
         rows = arm_rows(
             [self.arm], query_heads // keys.shape[1], real.sum(-1).tolist(), self.anchors, None, keys.device
         )
-        # The cache may replace its tensors at every step, and a view would keep those of before.
+        # The cache may replace its tensors at every step, and a view would keep the old ones.
         return replace(layer, keys=keys.new_empty(0), values=values.new_empty(0)), summary, rows
 
 
@@ -281,15 +280,15 @@ def _few_queries(
 
 
 def _filled_columns(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
-    """Returns the number of columns that hold a token or padding: up to the last that the last query sees, itself."""
+    """Returns the number of columns that hold a token or padding; the last is the last query's own."""
     if mask is None:
         return key.shape[2] if query.shape[2] == 1 else query.shape[2]
     seen = mask[:, 0, -1].any(0).nonzero()
-    return int(seen[-1]) + 1 if len(seen) else query.shape[2]  # a first chunk of nothing but padding
+    return int(seen[-1]) + 1 if len(seen) else query.shape[2]  # a first chunk of padding only
 
 
 def _real_columns(filled: int, key: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the mask [N, L] of real prompt tokens: exactly those that a left-padded prompt's last query sees."""
+    """Returns the mask [N, L] of real prompt tokens: those that the last query of a left-padded prompt sees."""
     if mask is None:
         return torch.ones(key.shape[0], filled, dtype=torch.bool, device=key.device)
-    return mask[:, 0, -1, :filled].expand(key.shape[0], -1).clone()  # of a mask [N, 1, L, L] that is not to be kept
+    return mask[:, 0, -1, :filled].expand(key.shape[0], -1).clone()  # so that the mask [N, 1, L, L] is not kept

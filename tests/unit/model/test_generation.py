@@ -153,7 +153,7 @@ def test_drafts_are_refused() -> None:
     for option in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model_of("Llama")}):
         with pytest.raises(ValueError, match="^partial_kv reads one token a step, not drafts of several: leave out "):
             under(model, **option)
-    with pytest.raises(ValueError, match="^partial_kv reads one text, and guidance_scale a second one beside it"):
+    with pytest.raises(ValueError, match="^partial_kv reads one text, but guidance_scale needs a second one"):
         under(model, guidance_scale=1.5)
 
 

@@ -134,7 +134,7 @@ def test_without_kernels_torch_gives_the_tokens_of_partial_kv(model: LlamaForCau
         one = partial_generate(model, ids, max_new_tokens=12, method=method, budget=0.1, eos_token_id=[])
         other = model.generate(ids, **options, custom_generate=partial_decoding(method, 0.1))
         assert torch.equal(one, expected) and torch.equal(other, expected)
-    with pytest.raises(ValueError, match="the CPU kernels do not serve scan4"):
+    with pytest.raises(ValueError, match="the CPU kernels do not support scan4"):
         PackedCache(model, "scan4")
 
 
@@ -217,12 +217,12 @@ def test_latent_attention_is_left_to_torch() -> None:
 
 
 REFUSED: list[tuple[str, Callable[[LlamaForCausalLM, PackedCache], object]]] = [
-    ("crop takes a number below 0", lambda model, cache: cache.layers[0].crop(3)),
+    ("crop takes a negative number", lambda model, cache: cache.layers[0].crop(3)),
     ("num_beams=1", lambda model, cache: model.generate(
         prompt(20), num_beams=2, custom_generate=partial_decoding("scan4"))),
     ("joins older tokens in blocks by itself", lambda model, cache: within(model, cache, prompt(20), fold=4)),
     ("takes one prompt", lambda model, cache: within(model, cache, prompt(20).expand(2, -1), prompt(2).expand(2, -1))),
-    ("padded on the left alone", lambda model, cache: within(
+    ("padded only on the left", lambda model, cache: within(
         model, cache, prompt(20).expand(2, -1), mask=torch.tensor([[1] * 20, [1] * 9 + [0] + [1] * 10]))),
     ("as past_key_values", lambda model, cache: within(model, None, prompt(20), session=cache)),
     ("the cache holds 1 prompts of 2 KV heads", lambda model, cache: within(

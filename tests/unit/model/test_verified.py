@@ -95,7 +95,7 @@ def test_families(family: Family) -> None:
     """Those with windows keep whole caches, and those with recurrent states are refused."""
     model = family.build()
     if family.arms is not None and "states" in family.arms:
-        with pytest.raises(ValueError, match="verify takes drafts back, which .* recurrent states do not allow"):
+        with pytest.raises(ValueError, match="verify removes drafts again, which .* recurrent states do not allow"):
             verified(model, ids_of(40), "topk_moments", 4)
         return
     options = {"output_logits": True, "return_dict_in_generate": True}
@@ -295,13 +295,13 @@ REFUSED: list[tuple[str, Callable[[PreTrainedModel], object]]] = [
         model, ids_of(40), "topk", 3, num_return_sequences=2, do_sample=True)),
     ("verify takes a prompt without padding", lambda model: verified(
         model, ids_of(40), "topk", 3, attention_mask=torch.tensor([[0] + [1] * 39]))),
-    ("does no beam search: .* num_beams=1", lambda model: verified(model, ids_of(40), "topk", 3, num_beams=2)),
-    ("does no contrastive search", lambda model: verified(model, ids_of(40), "topk", 3, penalty_alpha=0.6, top_k=4)),
+    ("support beam search: .* num_beams=1", lambda model: verified(model, ids_of(40), "topk", 3, num_beams=2)),
+    ("support contrastive search", lambda model: verified(model, ids_of(40), "topk", 3, penalty_alpha=0.6, top_k=4)),
     ("not drafts of several", lambda model: verified(model, ids_of(40), "topk", None, prompt_lookup_num_tokens=3)),
     ("needs the cache", lambda model: verified(model, ids_of(40), "topk", None, use_cache=False)),
-    ("without padding or positions of its own", lambda model: verified(
+    ("without padding or custom positions", lambda model: verified(
         model, ids_of(40), "topk", 3, position_ids=torch.arange(40)[None] + 1)),
-    ("input_ids hold the whole text of all turns", lambda model: again(model, DynamicCache(), ids_of(90))),
+    ("input_ids must hold the whole text of all turns", lambda model: again(model, DynamicCache(), ids_of(90))),
     ("verify keeps no attentions", lambda model: verified(
         model, ids_of(40), "topk", 3, output_attentions=True, return_dict_in_generate=True)),
     ("the cache holds 63 tokens, and input_ids 40: pass the whole text", lambda model: again(model, DynamicCache())),
