@@ -67,7 +67,7 @@ class LayerCache:
         """
         batch, heads, length, width = keys.shape
         if width not in WIDTHS:
-            raise ValueError(f"the kernels serve head dimensions of {', '.join(map(str, WIDTHS))}, not {width}")
+            raise ValueError(f"the kernels support head dimensions of {', '.join(map(str, WIDTHS))}, not {width}")
         if bits not in (4, 8, 16):
             raise ValueError(f"bits is {bits}, not 4, 8 or 16")
         if clusters < 1:

@@ -31,7 +31,7 @@ class KeptBytes(NamedTuple):
     """Bytes per KV head and layer that are kept of a prompt between steps, without weights and generated tokens."""
 
     cache: float  # keys and values in bfloat16 of the tokens that a step may read exactly
-    state: float  # summaries of selector and residual: codes packed at their bits, other numbers as wide as a step's
+    state: float  # summaries of selector and residual: codes packed at their bits, other numbers as a step reads them
 
     @property
     def total(self) -> float:

@@ -292,7 +292,7 @@ class _Batch:
         return "saturated" if self.saturated is not None and self.saturated(e, tokens) else None
 
     def shrink(self, decoder: ArmDecoder) -> bool:
-        """Drops finished examples and arms from `decoder`; returns False when nothing is left to decode."""
+        """Drops finished examples and arms from `decoder`; returns False when all rows are finished."""
         examples = [e for e in self.examples if any(self.finish[e][a] is None for a in self.arms)]
         arms = [a for a in self.arms if any(self.finish[e][a] is None for e in examples)]
         if not examples:

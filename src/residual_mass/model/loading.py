@@ -25,7 +25,7 @@ SMALL_FILES = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json merges.txt tokenizer.model chat_template.jinja"
 ).split()
-"""Files that transformers reads from a model's folder besides the weights."""
+"""Files that transformers reads from a model's folder in addition to the weights."""
 GAP = "\ue000"
 """Placeholder for the message when a chat template is split around it."""
 

@@ -320,7 +320,7 @@ def test_a_step_reads_the_blocks_in_use_or_their_scan_and_the_chosen_rows(bits: 
         (64, {"bits": 5}, "bits is 5, not 4, 8 or 16"),
         (64, {"clusters": 0}, "clusters is 0, not 1 or more"),
         (64, {"room": 5}, "room is 5, not a block of 64 tokens or more"),
-        (80, {}, "the kernels serve head dimensions of 64, 96, 128, not 80"),
+        (80, {}, "the kernels support head dimensions of 64, 96, 128, not 80"),
     ],
 )
 def test_bad_arguments(width: int, options: dict[str, int], message: str) -> None:

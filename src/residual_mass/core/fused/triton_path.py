@@ -317,8 +317,8 @@ class QueryMap:
 
 
 def product_type(query: Tensor, others: Tensor) -> tl.dtype:
-    """Returns bfloat16 for two bfloat16 operands, whose products are exact in float32; otherwise, and in Triton's
-    interpreter, which multiplies bfloat16 bits as integers, float32.
+    """Returns bfloat16 for two bfloat16 operands, whose products are exact in float32, otherwise float32. Triton's
+    interpreter always gets float32, because it multiplies bfloat16 bits as integers.
     """
     compiled = isinstance(kernels.score_kernel, triton.JITFunction)
     return tl.bfloat16 if compiled and query.dtype == others.dtype == torch.bfloat16 else tl.float32
