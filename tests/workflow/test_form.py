@@ -67,7 +67,7 @@ def test_snakemakes_report_shows_tables_figures_verdicts_and_training(tmp_path: 
         "ruler_sweep.csv": "Table ruler_sweep of study mini.",
         "ruler_sweep.tex": "Table ruler_sweep of study mini.",
         "entropy_gain.png": "Figure entropy_gain of study mini.",
-        "comparison.csv": "Study mini beside the paper",
+        "comparison.csv": "Study mini compared with the paper",
         "claims_smol.csv": "checked on smol",
         "training_smol_1k.csv": "How the feature maps of smol trained at 1k:",
         "training_smol_1k-variants.csv": "How the feature maps of smol trained at 1k:",

@@ -152,7 +152,7 @@ class StaticDecoder:
     def _log_query(self, layer: int, query: Tensor) -> Tensor | None:
         """Computes log phi_q of queries [B, Hq, 1, D] as `self.attention` takes it; None without maps."""
         query_map, kernel = self.query_maps[layer], self.query_kernels[layer]
-        if kernel is not None:
+        if kernel is not None and self.attention is not torch_path.decode_attention:  # the GPU check swaps it
             return kernel(query.squeeze(2))
         return None if query_map is None else map_heads(query_map, query).squeeze(2).float()
 
