@@ -229,7 +229,7 @@ def limits(measured: Measured) -> Iterator[str]:
                 f"about {files} and too narrow for others."
             )
     if min(len(text.sequences) for text in measured.texts) < FEW:
-        yield f"Among few documents one in ten that is far worse may be missing: decide on --documents {FEW} or more."
+        yield f"If one document in ten is far worse, so few may not include it: decide on --documents {FEW} or more."
     yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
     yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
     yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
@@ -275,7 +275,7 @@ def printed(measured: Measured) -> str:
                 )
             )  # fmt: skip
     lines += [f"\n{verdict(measured)}", f"\n{verified(measured)}"]
-    lines += ["\nWhat this cannot tell:", *(f"* {limit}" for limit in limits(measured))]
+    lines += ["\nLimits of this answer:", *(f"* {limit}" for limit in limits(measured))]
     return "\n".join(lines) + "\n"
 
 

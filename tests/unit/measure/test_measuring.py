@@ -134,7 +134,7 @@ def test_an_answer_is_written_and_not_overwritten_by_another(asked: Arguments) -
     assert best is not None
     paths = command.write(found, text := command.printed(found))
     assert f'method="{best.method}", budget={best.budget_percent / 100:g}' in text == paths[2].read_text()
-    assert "What this cannot tell" in text and paths[1].stat().st_size > 10_000
+    assert "Limits of this answer" in text and paths[1].stat().st_size > 10_000
     table = pd.read_csv(paths[0])
     assert table.groupby(["text", "method", "budget_percent"]).ngroups == len(table) == 12
     chosen = table[table["recommended"] == 1]
