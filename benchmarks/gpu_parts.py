@@ -224,12 +224,11 @@ def _logits(
     model: PreTrainedModel, prompt: list[int], method: str, k: int, phi: PhiMaps, count: int, side: str
 ) -> Tensor:
     """Returns logits after `count` greedy steps, which begin with the prompt's first token."""
-    read = prefill(model, [prompt])
-    decoder = StaticDecoder(model, fill_buffers([Prefill(read.layers)], count), method, k, ANCHORS, phi, count)
+    read, attention = prefill(model, [prompt]), torch_path.decode_attention if side == "torch" else None
+    caches = fill_buffers([Prefill(read.layers)], count)
+    decoder = StaticDecoder(model, caches, method, k, ANCHORS, phi, count, attention)
     if side == "graphs":
         decoder.prepare()
-    elif side == "torch":
-        decoder.attention = torch_path.decode_attention
     decoder.run(torch.tensor(prompt[:1], device=read.next_token.device))
     return decoder.logits.float().clone()
 

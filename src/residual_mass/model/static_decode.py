@@ -10,7 +10,7 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, T
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -80,6 +80,7 @@ class StaticDecoder:
         k: retrieved tokens per query head; unused by `full`.
         phi: required by methods with feature maps.
         steps: tokens after the first, at most the room of the buffers.
+        attention: `decode_attention` of the torch path or of Triton's; None takes the faster that works here.
 
     Raises:
         ValueError: the method is unknown or has no fast step; maps are missing or have another shape.
@@ -95,6 +96,7 @@ class StaticDecoder:
         anchors: AnchorSpec,
         phi: PhiMaps | None,
         steps: int,
+        attention: Callable[..., Tensor] | None = None,
     ) -> None:
         self.model, self.rule, self.k, self.anchors, self.steps = model, fused_method(method), k, anchors, steps
         self.device = device_of(model)
@@ -107,7 +109,7 @@ class StaticDecoder:
         self.caches = [
             prepared(cache, self.rule, key_map, anchors) for cache, (_, key_map) in zip(caches, maps, strict=True)
         ]
-        self.attention = decode_attention_for(self.caches[0], model.config.num_attention_heads)
+        self.attention = attention or decode_attention_for(self.caches[0], model.config.num_attention_heads)
         self.query_maps = [query_map for query_map, _ in maps]
         self.query_kernels = [query_map_for(self.attention, phi_q, caches[0].keys.dtype) for phi_q in self.query_maps]
         batch, self.length = caches[0].keys.shape[0], caches[0].length
@@ -152,7 +154,7 @@ class StaticDecoder:
     def _log_query(self, layer: int, query: Tensor) -> Tensor | None:
         """Computes log phi_q of queries [B, Hq, 1, D] as `self.attention` takes it; None without maps."""
         query_map, kernel = self.query_maps[layer], self.query_kernels[layer]
-        if kernel is not None and self.attention is not torch_path.decode_attention:  # the GPU check swaps it
+        if kernel is not None:
             return kernel(query.squeeze(2))
         return None if query_map is None else map_heads(query_map, query).squeeze(2).float()
 
