@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +30,8 @@ REMAKE = "rerun the rule that makes it"
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a temporary file in `path`'s folder, which replaces `path` atomically on success and is removed on an
-    exception. Temporary files of killed processes are removed first.
+    exception. Temporary files of killed processes are removed first. The new file has the permissions that the umask
+    gives, whatever those of the file before.
 
     Raises:
         OSError: the file cannot be written (a full disk, for example); names it. Errors of other files are unchanged.
@@ -45,6 +47,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
         with errors_naming(path, temporary):
             yield temporary
         with errors_naming(path):
+            # A library may have put another file in its place: that of safetensors is for its owner alone.
+            os.chmod(temporary, stat.S_IMODE(os.fstat(descriptor).st_mode))
             with open(temporary, "rb") as stream:
                 os.fsync(stream.fileno())
             os.replace(temporary, path)

@@ -9,8 +9,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from filelock import FileLock
+from matplotlib.figure import Figure
 
-from residual_mass.files import atomic_write, locked, read_csv, read_parquet, write_parquet, write_text
+from residual_mass.benchmarks.store import RowStore
+from residual_mass.files import atomic_write, locked, read_csv, read_parquet, write_json, write_parquet, write_text
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.paper.figures import style
+from residual_mass.provenance import Record
+from residual_mass.study.specs import MapSpec
 
 
 def test_a_table_has_the_columns_and_rows_that_are_asked_for(tmp_path: Path) -> None:
@@ -64,8 +70,42 @@ def test_a_file_takes_its_name_whole_and_after_it_is_on_the_disk(
         assert reader.read() == "old"
     assert path.read_text() == "new and longer"
     assert synced == [(path.stat().st_ino, len("new and longer"), "old")]
-    (plain := tmp_path / "plain").touch()
-    assert path.stat().st_mode == plain.stat().st_mode  # results are for sharing
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o027, 0o077])
+def test_files_and_folders_have_the_permissions_that_the_umask_gives(tmp_path: Path, umask: int) -> None:
+    """Results are for sharing, whichever library writes them and whatever stood there before."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "private.json").touch(0o600)
+    shared.chmod(0o2770)  # as of a group's folder: what is made in it has its group
+    before = os.umask(umask)
+    try:
+        write_all_kinds(shared / "folder")
+        write_json(shared / "private.json", {})
+    finally:
+        os.umask(before)
+    paths = sorted(shared.rglob("*"))
+    files = [path for path in paths if path.is_file()]
+    folders = [path for path in paths if path.is_dir()]
+    assert (len(files), len(folders)) == (8, 1)
+    assert {path.name: permissions(path) for path in files} == {path.name: oct(0o666 & ~umask) for path in files}
+    assert [permissions(path) for path in folders] == [oct(0o777 & ~umask)]
+    assert {path.stat().st_gid for path in paths} == {shared.stat().st_gid}
+
+
+def permissions(path: Path) -> str:
+    return oct(path.stat().st_mode & 0o777)
+
+
+def write_all_kinds(folder: Path) -> None:
+    write_text(folder / "table.tex", "a & b")
+    Record("join", {}, []).write(folder / "table.tex")
+    write_parquet(folder / "rows.parquet", pd.DataFrame({"k": [1]}))
+    PhiMaps(HeadShape(1, 1, 1, 8), MapSpec(d_emb=8, d_phi=8)).save(folder / "maps.safetensors")
+    with RowStore(folder / "store.jsonl", frozenset({"key"})) as store:
+        store.append([{"key": "a"}])
+    style.save(Figure(figsize=(1, 1)), folder / "figure.pdf", folder / "figure.png")
 
 
 def test_a_claim_that_cannot_be_made_names_the_file(tmp_path: Path) -> None:

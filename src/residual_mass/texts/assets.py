@@ -246,4 +246,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> list[Path]:
     except SafetensorError as error:
         raise OSError(str(error)) from None
     AutoTokenizer.from_pretrained(gguf.parent, **location).save_pretrained(folder)
-    return sorted(path for path in folder.iterdir() if path != gguf)
+    files = sorted(path for path in folder.iterdir() if path != gguf)
+    for file in files:
+        shutil.copymode(gguf, file)  # safetensors lets only the owner read its files
+    return files
