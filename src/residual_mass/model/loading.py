@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,10 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.quantizers import AutoHfQuantizer
 
 from residual_mass.files import sha256_of, sha256_text
-from residual_mass.model.hook import text_config
+from residual_mass.model.hook import device_of, text_config
 from residual_mass.model.phi_maps import HeadShape, open_safetensors
 from residual_mass.provenance import MANIFEST
 from residual_mass.study.specs import BackboneSpec
@@ -26,6 +37,28 @@ SMALL_FILES = (
     "vocab.json merges.txt tokenizer.model chat_template.jinja"
 ).split()
 """Files that transformers reads from a model's folder in addition to the weights."""
+CAUSES = {
+    "trust_remote_code": (
+        "it has code of its own, which is never run",
+        "take a model whose classes are part of transformers",
+    ),
+    "does not recognize this architecture": (
+        f"transformers {transformers.__version__} does not know its model_type",
+        "update transformers, or correct model_type in config.json",
+    ),
+    "instantiate the backend tokenizer": (
+        "no tokenizer that transformers can read: neither tokenizer.json, nor tokenizer.model and the package that "
+        "reads it (sentencepiece or tiktoken)",
+        "save it there with tokenizer.save_pretrained, or install the package",
+    ),
+    "no file named": (
+        "no model.safetensors, nor an index of its parts",
+        "save the whole model with save_pretrained: an adapter, a pickle or a GGUF file alone is not read",
+    ),
+}
+"""What transformers' messages contain, each with the reason in our words and the remedy."""
+LONGEST = 300
+"""Characters of a reason in transformers' own words: it can list all of its classes."""
 GAP = "\ue000"
 """Placeholder for the message when a chat template is split around it."""
 
@@ -49,7 +82,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return device_of(self.model)
 
     def encode(self, text: str) -> list[int]:
         """Returns token ids with the tokenizer's own special tokens.
@@ -69,8 +102,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> None:
     bos = tokenizer.bos_token_id
-    wanted = len(special_prefix(tokenizer))
-    if ids.count(bos) != wanted or (wanted and ids[0] != bos):
+    front = special_prefix(tokenizer)
+    wanted = front.count(bos)
+    if ids.count(bos) != wanted or ids[: len(front)].count(bos) != wanted:
         raise ValueError(
             f"prompt has {ids.count(bos)} BOS tokens, expected {wanted} at its front: {text[:60]!r}; "
             "take them out of its text, or out of the chat template"
@@ -96,7 +130,8 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
         return tokenizer(part, add_special_tokens=False).input_ids
 
     ids, front = ids_of(rendered(text)), ids_of(rendered(GAP).partition(GAP)[0])
-    if special_prefix(tokenizer):  # otherwise the template may use the BOS token for something else
+    # A template may use a BOS token that the tokenizer does not add for something else.
+    if tokenizer.bos_token_id in special_prefix(tokenizer):
         _check_bos(tokenizer, ids, text)
     return ids, front
 
@@ -105,7 +140,7 @@ def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> P
     """Loads the backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
     with one_line_errors(where):
-        return AutoTokenizer.from_pretrained(where, **options)
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
 
 
 def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None = None) -> Backbone:
@@ -125,15 +160,70 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
     identity = backbone_identity(spec, assets)
     dtype = getattr(torch, spec.dtype)
+    config = load_config(where, **options)
     with one_line_errors(where):
         if spec.source == "random":
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(where, **options), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         else:
-            options |= {"dtype": dtype, "use_safetensors": True}  # never a pickle
-            model = AutoModelForCausalLM.from_pretrained(where, **options)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                where, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,  # never a pickle
+                output_loading_info=True, ignore_mismatched_sizes=True, **options,
+            )  # fmt: skip
+    if spec.source != "random":
+        _require_all_weights(where, model, found)
     model = model.to(device).eval().requires_grad_(False)
     return Backbone(spec, model, tokenizer, identity)
+
+
+def load_config(where: str, **options: Any) -> PretrainedConfig:
+    """Reads the configuration of a model in a folder or on the hub, without running code that comes with it.
+
+    Raises:
+        ValueError: it cannot be read, or it is of no decoder-only language model, or of weights that are quantised in a
+            way unknown to transformers, which would read them as plain ones.
+    """
+    with one_line_errors(where):
+        config = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
+        quantised = getattr(config, "quantization_config", None)
+        known = quantised is None or AutoHfQuantizer.supports_quant_method(quantised)
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    if config.is_encoder_decoder:
+        raise ValueError(f"{where}: {name} has an encoder; take a decoder-only model")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(
+            f"{where}: {name} is no class that AutoModelForCausalLM can load; take a language model, or load it as "
+            f"{name} in Python and use partial_kv"
+        )
+    if not known:
+        raise ValueError(
+            f"{where}: transformers {transformers.__version__} does not know how its weights are quantised "
+            f"({quantised['quant_method']!r}); take weights that are not quantised, or update transformers"
+        )
+    return config
+
+
+def _require_all_weights(where: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
+    """Raises ValueError if files and configuration do not fit: transformers would draw random weights, or ignore some.
+
+    Args:
+        found: names of tensors by problem, as `from_pretrained` returns them.
+    """
+    remedy = "fetch or save config.json and all weights again, of one whole model"
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        raise ValueError(f"{where}: {name} is {[*stored]} in its files, {[*wanted]} by config.json; {remedy}")
+    if missing := sorted(found["missing_keys"]):
+        raise ValueError(f"{where}: its files lack tensors ({len(missing)}, first {missing[0]}); {remedy}")
+    # Further tensors are common, such as heads for training. Those of the layers here are scales of quantised weights,
+    # biases, or further layers.
+    holders = {_any_layer(name) for name, module in model.named_modules() if hasattr(module, "weight")}
+    if unread := sorted(n for n in found["unexpected_keys"] if _any_layer(n.rpartition(".")[0]) in holders):
+        raise ValueError(f"{where}: config.json has no place for {unread[0]}, one of {len(unread)}; {remedy}")
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
 
 
 def wrap_model(
@@ -150,7 +240,7 @@ def wrap_model(
     spec = BackboneSpec(
         name=model_id, study="own", model_id=model_id, revision=revision, source="hub", dtype=dtype, tokenizer=model_id,
         context=getattr(model.config.get_text_config(), "max_position_embeddings", 0),
-        requires_gpu=model.device.type == "cuda",
+        requires_gpu=device_of(model).type == "cuda",
     )  # fmt: skip
     identity = sha256_text("\n".join((model_id, revision, dtype)))
     return Backbone(spec, model.eval().requires_grad_(False), tokenizer, identity)
@@ -164,8 +254,24 @@ def one_line_errors(where: str) -> Iterator[None]:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{where}: cannot be loaded ({type(error).__name__}: {reason}); fetch it again") from error
+        reason, remedy = _cause(error)
+        raise ValueError(f"{where}: cannot be loaded ({reason}); {remedy}") from error
+
+
+def _cause(error: Exception) -> tuple[str, str]:
+    """Returns why a model cannot be loaded, and what to do about it."""
+    text = " ".join(str(error).split())
+    for part, known in CAUSES.items():
+        if part in text:
+            return known
+    reason = textwrap.shorten(f"{type(error).__name__}: {text}", LONGEST, placeholder=" ...")
+    if re.search(r"GPU|XPU|CUDA|\bmps\b", text):
+        return reason, "load it on a machine that has one, or take weights that are not quantised"
+    if isinstance(error, ImportError) or "pip install" in text:
+        return reason, "install that, or take a model that does without"
+    if isinstance(error, NotImplementedError) or "not supported" in text:
+        return reason, "take weights that are not quantised"
+    return reason, "fetch it again"
 
 
 def backbone_identity(spec: BackboneSpec, assets: Path) -> str:

@@ -236,7 +236,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> list[Path]:
 
     log.info("converting %s to safetensors", gguf.name)
     location = {"gguf_file": gguf.name, "local_files_only": True}  # saved to the folder, so always the same
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, **location)
+    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, trust_remote_code=False, **location)
     settings = quantised.config.to_dict()
     settings.pop("quantization_config", None)  # else save_pretrained and every later load look for a quantiser
     model = LlamaForCausalLM(LlamaConfig(**settings))
@@ -245,7 +245,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> list[Path]:
         model.save_pretrained(folder)
     except SafetensorError as error:
         raise OSError(str(error)) from None
-    AutoTokenizer.from_pretrained(gguf.parent, **location).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, trust_remote_code=False, **location).save_pretrained(folder)
     files = sorted(path for path in folder.iterdir() if path != gguf)
     for file in files:
         shutil.copymode(gguf, file)  # safetensors lets only the owner read its files

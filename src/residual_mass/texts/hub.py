@@ -89,8 +89,9 @@ def hub_rows(part: HubPart) -> Dataset:
 
     with one_line_errors(part.data_set):
         return datasets.load_dataset(
-            part.data_set, part.configuration, split=part.split, revision=REVISIONS.get(part.data_set)
-        )
+            part.data_set, part.configuration, split=part.split, revision=REVISIONS.get(part.data_set),
+            trust_remote_code=False,
+        )  # fmt: skip
 
 
 def commit_of(rows: Dataset) -> str:
