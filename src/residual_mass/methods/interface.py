@@ -55,7 +55,9 @@ class Step(NamedTuple):
     """Query heads of the KV head."""
     anchors: int
     retrieved: float
-    """Distinct tokens of the mid-region that the query heads read exactly."""
+    """Distinct tokens of the mid-region that the query heads read exactly, or whose stored values they read by
+    choice.
+    """
     features: int = 64
     """Number of features of learned maps."""
 
@@ -79,6 +81,8 @@ class Seen(NamedTuple):
     """[..., L, D]."""
     scanned: Tensor | None = None
     """[..., R, L], as in `Choice`; for residuals with `uses_scan = True`."""
+    anchors: Tensor | None = None
+    """[..., 1, L] bool, the tokens that every query reads; None for none."""
 
 
 class Part:
@@ -124,7 +128,11 @@ class Selector(Part, ABC):
     scans: ClassVar[bool] = False
     """Whether it sees a score of every token."""
     replaces_cache: ClassVar[bool] = False
-    """Whether its summary replaces keys and values, so that no token of the mid-region is read exactly."""
+    """Whether its summary replaces keys and values, so that of the mid-region only the last `tail` tokens are read
+    exactly, at every budget.
+    """
+    tail: ClassVar[int] = 0
+    """Tokens of the mid-region that are kept exactly; for selectors with `replaces_cache = True`."""
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         """Summarises a prompt's keys [..., L, D] once per layer; mid [..., L] bool is the mid-region."""
@@ -191,6 +199,12 @@ class Residual(Part, ABC):
         """Returns numerator [..., R, D], denominator [..., R] and finite shift [..., R], as in `accounting.Terms`. A
         row with denominator 0 adds nothing; terms of a row without unread tokens are ignored.
         """
+
+    def values_read(self, seen: Seen) -> Tensor | None:
+        """Returns the unread tokens [..., R, L] bool whose stored values a step reads, if that depends on their scores;
+        None if it does not.
+        """
+        return None
 
     @abstractmethod
     def summary_bytes(self, step: Step) -> float:

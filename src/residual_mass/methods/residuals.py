@@ -7,6 +7,7 @@ clusters, S = draws, D = head dimension.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -165,8 +166,9 @@ class ImportanceSample(Residual):
     limits = {"draws": None, "clusters": 2**15 - 1}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
-        inside = torch.rand(self.draws, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
-        places = ((torch.arange(self.draws) + inside) / self.draws).to(keys.device, keys.dtype)
+        seeded = torch.Generator("cpu").manual_seed(self.seed)  # the same numbers on every device
+        inside = torch.rand(self.draws, generator=seeded, dtype=torch.float64, device="cpu")
+        places = ((torch.arange(self.draws, device="cpu") + inside) / self.draws).to(keys.device, keys.dtype)
         places = places.clamp_max(1 - 2**-23).expand(*keys.shape[:-2], self.draws)
         return (places, *Centroids(self.clusters).prepare(keys, values, mid))
 
@@ -338,16 +340,27 @@ class GroupSums(Residual):
 @dataclass(frozen=True)
 class QuantisedValues(Residual):
     """Gives every unread token the score that the selector saw and its own quantised value: asymmetric, per token over
-    groups of channels, as KIVI (arXiv 2402.02750) stores values. Every value is read, in bits / 8 D + 4 N bytes.
+    groups of channels, as KIVI (arXiv 2402.02750) stores values. A value that is read has bits / 8 D + 4 N bytes.
+
+    With a `bound`, values are read only of tokens with e^(s - m) > bound, s their score and m the largest score of the
+    prompt, anchors included ("sparse V"). All tokens keep their place in the mass. A kernel of one pass knows the
+    largest score so far in place of m, and reads as many values or more; none divides by the mass, which it knows last.
     """
 
     title = "quantised values"
     bits: int = 4
     group: int = 64
     """Channels of a group, at most D."""
+    bound: float = 0
+    """In [0, 1); 0 reads every value."""
     uses_scan = True
     holds_values = True
     limits = {"bits": 8, "group": None}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.bound < 1:
+            raise ValueError(f"bound is {self.bound}, not between 0 and 1 (0 reads every value)")
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Codes:
         channels = values.mT  # in place of the tokens that `quantised` takes
@@ -361,10 +374,29 @@ class QuantisedValues(Residual):
     def terms(self, seen: Seen, state: Codes) -> Terms:
         size = min(self.group, state.codes.shape[-1])
         values = restored(Codes(*(x.mT for x in state)), size, seen.queries.dtype).mT.contiguous()
-        return accounting.exact_terms(seen.scanned, values, seen.unread)
+        terms = accounting.exact_terms(seen.scanned, values, seen.unread)
+        chosen = self.values_read(seen)
+        if chosen is None:
+            return terms
+        weights = torch.where(chosen, (seen.scanned - terms.shift.unsqueeze(-1)).exp(), 0)
+        return terms._replace(numerator=weights @ values)
+
+    def values_read(self, seen: Seen) -> Tensor | None:
+        if self.bound == 0:
+            return None
+        known = torch.where(seen.unread, seen.scanned, -torch.inf)
+        if seen.anchors is not None:
+            known = torch.where(seen.anchors, seen.scores, known)
+        read = torch.where(seen.read.mask(known.shape[-1]), seen.scores, known)
+        return seen.unread & (seen.scanned > read.amax(-1, keepdim=True) + math.log(self.bound))
 
     def summary_bytes(self, step: Step) -> float:
-        return step.tokens * (step.width * self.bits / 8 + 2 * BFLOAT16 * -(-step.width // self.group))
+        """Returns the bytes of all values or, with a bound, of `step.retrieved`, a number that has to be measured."""
+        tokens = step.retrieved if self.bound else step.tokens
+        return tokens * (step.width * self.bits / 8 + 2 * BFLOAT16 * -(-step.width // self.group))
+
+    def kept_bytes(self, step: Step) -> float:
+        return self.summary_bytes(step._replace(retrieved=step.tokens))
 
 
 @dataclass(frozen=True)
@@ -426,5 +458,13 @@ METHODS = (
     Method("clusters_sums", "Whole clusters+sums", WholeClusters(), GroupSums()),
     Method("cache8", "8-bit cache", CacheOnly(QuantisedScan(8)), QuantisedValues(8)),
     Method("cache4_rotated", "4-bit cache, rotated", CacheOnly(Rotated(QuantisedScan(4))), QuantisedValues(4)),
+    Method(
+        "cache4_rotated_tail128", "4-bit cache, rotated, last 128 exact",
+        CacheOnly(Rotated(QuantisedScan(4)), tail=112), QuantisedValues(4),
+    ),
+    *(
+        Method(f"sparse_v_{bound}", f"Sparse V, {bound}", CacheOnly(QuantisedScan(8)), QuantisedValues(8, bound=number))
+        for bound, number in {"1e-6": 1e-6, "1e-5": 1e-5, "1e-4": 1e-4, "1e-3": 1e-3}.items()
+    ),
 )  # fmt: skip
 """All known methods, in the order of result files."""

@@ -290,19 +290,29 @@ class Reranked(Wrapped):
 
 @dataclass(frozen=True)
 class CacheOnly(Wrapped):
-    """Replaces the keys by the summary of a scan: at every budget, no token of the mid-region is read exactly. With
-    `QuantisedValues` it is a quantised cache, which every step reads whole, and the only one.
+    """Replaces the keys by the summary of a scan: at every budget, of the mid-region only the last `tail` tokens are
+    read exactly. With `QuantisedValues` it is a quantised cache, which every step reads whole, and the only one.
+
+    Anchors and generated tokens are read exactly, as by all methods.
     """
 
     title = "quantised cache"
     replaces_cache = True
+    tail: int = 0
 
     def __post_init__(self) -> None:
+        if self.tail < 0:
+            raise ValueError(f"tail is {self.tail}, not 0 or more")
         if self.scan.reads_keys:
             raise ValueError(f"CacheOnly needs a scan that does not read the keys, not {type(self.scan).__name__}")
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        return self.scan.select(queries, scores, state, mid, k * 0, layout)
+        """Chooses the last `tail` tokens; the threshold is the highest score of the mid-region."""
+        found = self.scan.select(queries, scores, state, mid, k * 0, layout)
+        behind = mid.flip(-1).cumsum(-1).flip(-1)  # tokens from each one to the end of the mid-region
+        newest = selection.members(mid & (behind <= self.tail), self.tail)
+        read = (part.expand(*scores.shape[:-1], -1) for part in newest)
+        return found._replace(read=selection.Selected(*read))
 
 
 @dataclass(frozen=True)

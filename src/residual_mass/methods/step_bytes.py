@@ -47,7 +47,8 @@ def step_bytes(method: Method, step: Step) -> StepBytes:
     """Returns the bytes that a step of a method reads of one KV head in one layer."""
     if method.selector is None:
         return StepBytes(0, full_bytes(step), 0)
-    rows = BFLOAT16 * step.width * (step.anchors + step.retrieved)
+    chosen = method.selector.tail if method.selector.replaces_cache else step.retrieved
+    rows = BFLOAT16 * step.width * (step.anchors + chosen)
     return StepBytes(
         method.selector.scan_bytes(step),
         rows if method.selector.reads_keys else 2 * rows,
@@ -59,7 +60,8 @@ def kept_bytes(method: Method, step: Step) -> KeptBytes:
     """Returns the bytes that a method keeps of a prompt for one KV head in one layer; `step.retrieved` is not used."""
     if method.selector is None:
         return KeptBytes(full_bytes(step), 0)
-    cache = 2 * BFLOAT16 * step.width * step.anchors if method.selector.replaces_cache else full_bytes(step)
+    exact = step.anchors + method.selector.tail if method.selector.replaces_cache else step.tokens
+    cache = full_bytes(step._replace(tokens=min(exact, step.tokens)))
     rest = _maps_bytes(method, step, step.tokens) if method.own is None else method.own.kept_bytes(step)
     return KeptBytes(cache, method.selector.kept_bytes(step) + rest)
 
@@ -123,7 +125,7 @@ def packing_of(method: Method) -> Packing | None:
     selector, residual = method.selector, method.own
     if method.whole_prefix:
         return Packing(16)
-    if isinstance(selector, CacheOnly) and selector.scan == QuantisedScan(8) and residual == QuantisedValues(8):
+    if selector == CacheOnly(QuantisedScan(8)) and residual == QuantisedValues(8):
         return Packing(8)
     if selector == QuantisedScan(4) and not method.needs_maps:
         if residual is None:

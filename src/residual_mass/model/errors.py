@@ -29,6 +29,7 @@ from residual_mass.model.prefix import (
     own_residuals,
     phi_log_mass,
     read_prefix,
+    seen_by_residuals,
     summarise_prefix,
     terms_of,
 )
@@ -92,15 +93,15 @@ class ReadLayer:
 
         error is relative l1 against full prefix attention, log_z_error log Z_R hat - log Z_R (not finite where either
         is zero), residual_share_hat the estimated share of the total, recall the share of the true top K's mass that
-        was read (NaN where K is 0), tokens_read the number of distinct tokens that the query heads of a KV head read,
-        anchors included.
+        was read (NaN where K is 0), tokens_read the number of distinct tokens that the query heads of a KV head read
+        exactly or whose stored values they read by choice, anchors included.
         """
         read, best = self.read(method), self.read(TOPK)
         terms, log_mass = self._terms(method, read)
         found, wanted = (
             exact_terms(best.reading.scores, self.values, mask).log_mass() for mask in (best.mid & read.mid, best.mid)
         )
-        by_head = read.mid.unflatten(2, (len(self.budgets), -1, self.shape[1]))
+        by_head = self._chosen(method, read).unflatten(2, (len(self.budgets), -1, self.shape[1]))
         tokens = by_head.any(3, keepdim=True).sum(-1) + int(self.layer.partition.anchors.sum())
         measures = {
             "error": rel_l1(merge(terms), merge(read.exact, read.rest)),
@@ -157,6 +158,14 @@ class ReadLayer:
             return read.exact, torch.full_like(read.exact.denominator, -torch.inf)
         terms = terms_of(read.reading, self.log_query, self.layer, self.summary, arms)
         return terms, phi_log_mass(read.reading, self.log_query, self.summary, arms)
+
+    def _chosen(self, method: str, read: Read) -> Tensor:
+        """Returns the tokens [1, Hkv, R, L] bool that are read exactly or whose stored values are read by choice."""
+        chosen = read.mid
+        for residual, _, seen in seen_by_residuals(read.reading, self.layer, self._arms(method)):
+            values = residual.values_read(seen)
+            chosen = chosen if values is None else chosen | values
+        return chosen
 
     def facts(self) -> dict[str, Tensor]:
         """Computes `FACTS` of the mid-region: [Hq, Q] each."""

@@ -327,6 +327,15 @@ def own_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterat
     """Yields residuals' own terms [E, Hkv, R, ...] with the indices of their rows; terms are zero in rows that read the
     whole mid-region.
     """
+    for residual, rows, seen in seen_by_residuals(reading, layer, arms):
+        estimate = Terms(*residual.terms(seen, layer.state(residual)))
+        has_unread = layer.partition.mid.sum(-1) > seen.read.valid.sum(-1)
+        numerator = torch.where(has_unread.unsqueeze(-1), estimate.numerator, 0)
+        yield rows, Terms(numerator, torch.where(has_unread, estimate.denominator, 0), estimate.shift)
+
+
+def seen_by_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterator[tuple[Residual, Tensor, Seen]]:
+    """Yields residuals with terms of their own, with the indices of their rows and their inputs."""
     if not arms.own:
         return
     scaled, scores, retrieved, threshold, scanned = reading
@@ -336,11 +345,8 @@ def own_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterat
         whole = len(rows) == scores.shape[2]
         own = [part if whole or part is None else part[:, :, rows] for part in inputs]
         queries, threshold, indices, valid, unread, exact, scanned = own
-        seen = Seen(queries, threshold, Selected(indices, valid), unread, exact, promoted(layer.values), scanned)
-        estimate = Terms(*residual.terms(seen, layer.state(residual)))
-        has_unread = layer.partition.mid.sum(-1) > valid.sum(-1)
-        numerator = torch.where(has_unread.unsqueeze(-1), estimate.numerator, 0)
-        yield rows, Terms(numerator, torch.where(has_unread, estimate.denominator, 0), estimate.shift)
+        read, values = Selected(indices, valid), promoted(layer.values)
+        yield residual, rows, Seen(queries, threshold, read, unread, exact, values, scanned, layer.partition.anchors)
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:

@@ -402,12 +402,15 @@ def test_a_residual_that_does_not_fit_its_selector_is_refused(
         (Centroids, (2**15,), "clusters is 32768, not between 1 and 32767"),
         (ScanRegression, (2**15 - 1,), "clusters is 32767, not between 1 and 32766"),
         (QuantisedValues, (4, 0), "group is 0, not 1 or more"),
+        (QuantisedValues, (8, 64, 1.0), "bound is 1.0, not between 0 and 1 .0 reads every value."),
+        (QuantisedValues, (8, 64, float("nan")), "bound is nan, not between 0 and 1"),
         (Reranked, (TopK(), 0), "margin is 0, not 1 or more"),
         (ArmSpec, ("topk",), "arm 'topk': full takes no budget_percent, every other method needs one"),
         (ArmSpec, ("full", 2.0), "arm 'full': full takes no budget_percent"),
         (ArmSpec, ("topk", 100.5), "budget_percent 100.5 is outside"),
         (ArmSpec, ("topk", 2.0, "2k"), "arm 'topk': uses no feature maps, but names '2k'"),
         (CacheOnly, (TopK(),), "CacheOnly needs a scan that does not read the keys, not TopK"),
+        (CacheOnly, (QuantisedScan(4), -1), "tail is -1, not 0 or more"),
     ],
 )
 def test_parameters_out_of_range_are_refused_in_one_line(kind: type, parameters: tuple[object, ...], line: str) -> None:

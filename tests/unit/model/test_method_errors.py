@@ -122,6 +122,26 @@ def test_recall_is_the_share_of_the_best_tokens_mass_and_tokens_read_are_counted
         assert float(found["tokens_read"][head, query, b]) == len(set().union(*of_group)) + 5
 
 
+def test_values_that_a_bound_lets_heads_read_are_counted_once(tokens: tuple[Tensor, Tensor, Tensor]) -> None:
+    """By exact scores, from which those of 8-bit keys differ by 0.11 at most; without a bound none."""
+    queries, keys, values = (x.double() for x in tokens)
+    read = ReadLayer(queries, keys, values, 3 * SCALE, BUDGETS, ANCHORS, None)
+    found = read.errors("sparse_v_1e-3")["tokens_read"]
+    mid = range(ANCHORS.sink, LENGTH - ANCHORS.tail)
+
+    def values_read(head: int, query: int, bound: float) -> set[int]:
+        scores = 3 * SCALE * keys[head * KV_HEADS // HEADS] @ queries[head, query]
+        return {i for i in mid if float((scores[i] - scores.max()).exp()) > bound}
+
+    for head, query in product(range(HEADS), range(QUERIES)):
+        group = [other for other in range(HEADS) if other * KV_HEADS // HEADS == head * KV_HEADS // HEADS]
+        least, most = (len(set().union(*(values_read(other, query, 1e-3 * off) for other in group))) + 5
+                       for off in (1.25, 0.8))  # fmt: skip
+        assert all(least <= count <= most for count in found[head, query].tolist())
+        assert 5 < least and most < LENGTH
+    assert (read.errors("cache8")["tokens_read"] == 5).all()
+
+
 def test_facts_are_those_of_the_scores(read: ReadLayer, tokens: tuple[Tensor, Tensor, Tensor]) -> None:
     queries, keys, _ = (x.double() for x in tokens)
     facts = read.facts()

@@ -67,13 +67,13 @@ def error_by_k(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Share of the attention mass of the $K$ tokens with the largest scores that a selector does not choose, averaged
     over heads and queries, against the budget; a panel for each length and text. Top-$K$ by exact scores misses
-    nothing, and budgets that only hold the anchors have no $K$.
+    nothing, quantised caches are read whole, and budgets that only hold the anchors have no $K$.
     """
     rows = compared_rows(spec, data)
     first: dict[object, str] = {}  # name of the first method with each selector
     for name in rows["method"].unique():
         first.setdefault(method_named(name).selector, name)
-    first.pop(TopK(), None)
+    first = {selector: name for selector, name in first.items() if selector != TopK() and not selector.replaces_cache}
     rows = rows[rows["method"].isin(first.values()) & rows["recall"].notna()]
     if rows.empty:
         raise ValueError(f"figure {spec.label}: no method selects otherwise than by exact scores; compare one")
