@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby, pairwise
@@ -23,13 +23,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from residual_mass.benchmarks.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED, GOLD, GREEDY
+from residual_mass.benchmarks.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED, GOLD, GREEDY, OWN
 from residual_mass.benchmarks.generate import encoded
 from residual_mass.benchmarks.store import AGAIN, Row, RowStore, row_key
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import sha256_of, sha256_text, write_parquet
+from residual_mass.kernels.library import LAYOUT
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
+from residual_mass.model.packed_prompt import PackedPrompt
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import ForceSpec
@@ -137,26 +139,28 @@ def write_forced(
     maps: Mapping[str, Path],
     store: Path,
     out: Path,
+    packed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Adds the missing rows to `store`, then writes a row per token to `out`.
 
     Args:
         identity: of the backbone that `load` loads where rows are missing.
         maps: files of the feature maps by label.
+        packed: methods whose own rows are decoded from packed caches of the CPU kernels.
 
     Returns:
         Numbers of rows and the device, for the record.
     """
     shas = {label: sha256_of(path) for label, path in maps.items()}
-    wanted = [
-        ForcedRow(continuation, arm, state, continuation.key(spec, arm, state, identity, shas))
-        for continuation in continuations
-        for state, arm in continuation.rows
-    ]
+    wanted = []
+    for continuation in continuations:
+        for state, arm in continuation.rows:
+            key = continuation.key(spec, arm, _form(state, arm, packed), identity, shas)
+            wanted.append(ForcedRow(continuation, arm, state, key))
     with RowStore(store, STORED) as rows:
         missing = [row for row in wanted if row.key not in rows.rows]
         log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
-        device = _compute(spec, load(), maps, missing, rows) if missing else None
+        device = _compute(spec, load(), maps, missing, rows, packed) if missing else None
         write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED)))
     return {"rows": len(wanted), "rows_computed": len(missing), "device": device}
 
@@ -206,8 +210,18 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
                 yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), *decoded)
 
 
+def _form(state: str, arm: ArmSpec, packed: Collection[str]) -> str:
+    """Returns the state of an arm's forced tokens, and the layout of the cache that they are packed in, for a key."""
+    return f"{state}, packed {LAYOUT}" if arm.method in packed and state == OWN else state
+
+
 def _compute(
-    spec: ForceSpec, backbone: Backbone, maps: Mapping[str, Path], missing: Sequence[ForcedRow], store: RowStore
+    spec: ForceSpec,
+    backbone: Backbone,
+    maps: Mapping[str, Path],
+    missing: Sequence[ForcedRow],
+    store: RowStore,
+    packed: Collection[str],
 ) -> torch.device:
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
@@ -231,7 +245,7 @@ def _compute(
             bar.set_postfix_str(name := rows[0].continuation.name)
             try:
                 decoder = ForcedDecoder(engine(tuple(dict.fromkeys(row.arm for row in rows)), nominal), prompt[:-1])
-                for done in _rows(decoder, rows):
+                for done in _rows(decoder, rows, packed):
                     store.append(done)
                     bar.update(len(done))
             except (NotFiniteError, torch.OutOfMemoryError) as error:
@@ -250,10 +264,11 @@ def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) 
         )
 
 
-def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[Row]]:
+def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow], packed: Collection[str]) -> Iterator[list[Row]]:
     """Yields the rows of one prompt's continuations, all of a state together: a resumed run then decodes the same arms
     together, and rounds as an undisturbed one.
     """
+    caches = PackedPrompt(decoder)
     for continuation in dict.fromkeys(row.continuation for row in wanted):
         prompt, answer = continuation.prompt, continuation.answer
         answer = tuple(decoder.greedy(prompt[-1], continuation.limit)) if answer is None else answer
@@ -263,11 +278,15 @@ def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow]) -> Iterator[list[
         del logits
         for state in dict.fromkeys(state for state, _ in continuation.rows):
             rows = [row for row in wanted if row.continuation == continuation and row.state == state]
-            partial = [row.arm for row in rows if not row.arm.is_full]
+            own = packed if state == OWN else ()
+            partial = [row.arm for row in rows if not row.arm.is_full and row.arm.method not in own]
             by_arm = decoder.logits(partial, tokens, layers if state == DENSE else None)
             done = []
             for row in rows:
-                log_p = full if row.arm.is_full else next(by_arm).double().log_softmax(-1)
+                log_p = full
+                if not row.arm.is_full:
+                    logits = caches.logits(row.arm, tokens) if row.arm.method in own else next(by_arm)
+                    log_p = logits.double().log_softmax(-1)
                 measures = token_measures(full, log_p, targets)
                 done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **measures})
             yield done

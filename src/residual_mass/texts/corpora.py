@@ -159,9 +159,10 @@ def is_held_out(document: str) -> bool:
 
 
 def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns [BOS] for tokenizers that add one, else []."""
-    first = tokenizer("a").input_ids[0]
-    return [first] if first == tokenizer.bos_token_id else []
+    """Returns the ids that the tokenizer puts before a text: [BOS], [gMASK] and <sop> of GLM's, or often none."""
+    ids, text = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    places = (start for start in range(len(ids)) if ids[start : start + len(text)] == text)
+    return ids[: next(places, 0)]
 
 
 def read_documents(name: str, assets: Path) -> Sequence[str]:

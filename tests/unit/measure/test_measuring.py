@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import random
 import re
 import sys
@@ -21,7 +22,7 @@ from tests.conftest import byte_tokenizer, tiny_llama
 from tests.needs import KERNELS, needs
 from tests.small_hub import Repository, SmallHub, become, serving
 from tests.unit.model.families import FAMILIES
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from residual_mass import __main__, cli
 from residual_mass.benchmarks import fidelity, force
@@ -30,11 +31,17 @@ from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json
 from residual_mass.measure import command
 from residual_mass.measure.command import Arguments
-from residual_mass.measure.distances import Measured, Text, find_model, measure, read_texts, windows
+from residual_mass.measure.distances import Measured, find_model, measure
+from residual_mass.measure.documents import Text, read_texts, windows
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import bytes_per_verified_token
-from residual_mass.model.loading import load_backbone
+from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.model.loading import backbone_identity, load_backbone, wrap_model
+from residual_mass.model.packed import PackedCache
+from residual_mass.model.packed_prompt import PackedPrompt
+from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.recipes import RECIPES
 from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
 
 METHODS = ("topk", "topk_moments", "scan4_regression_64")
@@ -385,6 +392,150 @@ def test_a_method_with_kernels_is_timed_and_offered_with_them(tmp_path: Path) ->
     assert "no fast step" not in text and "Below some 8,000 tokens cache8" in text
     long = replace(found, args=replace(found.args, length="16k"))
     assert not any("cache8" in line for line in command.limits(long))
+
+
+@needs(KERNELS)
+def test_numbers_of_a_method_with_kernels_are_those_of_its_packed_cache(tmp_path: Path) -> None:
+    """KL, bytes read and kept, decoded here step by step from a `PackedCache`: not those of the method in torch. One
+    query code that rounds to the other side changes a mean KL by less than a hundredth.
+    """
+    options = "--length 200 --budgets 10 30 --methods cache8 scan4_regression_64 topk_moments"
+    asked = on_a_text(tiny_llama(width=64), tmp_path, *options.split())
+    found = measure(asked)
+    assert found.packed == ("cache8", "scan4_regression_64") == tuple(found.settings["packed"])
+    model = load_backbone(find_model(asked.model, asked.assets, torch.device("cpu")), asked.assets).model
+    for row in found.table[found.table["method"].isin(found.packed)].itertuples():
+        kls = {"packed": [], "torch": []}
+        for sequence in found.texts[0].sequences:
+            ids, prompt = torch.tensor([sequence]), torch.tensor([sequence[:200]])
+            for kind, values in kls.items():
+                cache = PackedCache(model, row.method) if kind == "packed" else DynamicCache()
+                packed = cache if kind == "packed" else None
+                with torch.no_grad(), partial_kv(model, row.method, row.budget_percent / 100, cache=packed):
+                    model(prompt, past_key_values=cache)
+                    kept = None if packed is None else packed.nbytes
+                    steps, read = [], []
+                    for place in range(200, 206):
+                        steps.append(model(ids[:, place : place + 1], past_key_values=cache).logits[0, -1])
+                        read += [] if packed is None else [sum(x.packed.read_bytes(2) for x in packed.layers)]
+                full = model(ids[:, :206]).logits[0, 200:].double().log_softmax(-1)
+                arm = torch.stack(steps).double().log_softmax(-1)
+                values.append((full.exp() * (full - arm)).sum(-1).mean().item())
+                if packed is not None and len(values) == 1:
+                    whole = 3 * 2 * 200 * 64 * 4  # layers, heads, tokens, width, bytes of a key and a value
+                    assert row.read == pytest.approx(read[0] / whole) and row.kept == pytest.approx(kept / whole)
+        packed, torch_alone = (sum(values) / 3 for values in kls.values())
+        assert row.kl == pytest.approx(packed, rel=0.01) and abs(torch_alone / packed - 1) > 0.03
+
+
+@needs(KERNELS)
+def test_forced_steps_over_a_packed_cache_are_its_decode_steps(tmp_path: Path) -> None:
+    """Over more tokens than the cache keeps beside its blocks, in float64."""
+    model = tiny_llama(width=64).double()
+    backbone = wrap_model(model, byte_tokenizer())
+    arm = ArmSpec("scan4_regression_64", 10.0)
+    ids = torch.randint(2, 258, (290,), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = SharedPrefillEngine(backbone, [arm], AnchorSpec(), None, 150)
+    prompt = PackedPrompt(ForcedDecoder(engine, ids[:150]))
+    cache = PackedCache(model, arm.method)
+    with torch.no_grad(), partial_kv(model, arm.method, 0.1, cache=cache):
+        model(torch.tensor([ids[:150]]), past_key_values=cache)
+        steps = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in ids[150:]]
+    for _ in range(2):  # the prompt alone is packed, and used again
+        assert (prompt.logits(arm, ids[150:]) - torch.stack(steps)).abs().max() < 1e-10
+
+
+def test_rows_that_torch_decoded_are_not_taken_for_packed_ones(tmp_path: Path) -> None:
+    """One store serves a machine with kernels and one without."""
+    asked = on_a_text(tiny_llama(), tmp_path, *"--length 128 --budgets 25 --methods topk".split())
+    found = measure(asked)
+    spec = ForceSpec(
+        study="measure", backbone=find_model(asked.model, asked.assets, torch.device("cpu")), length="128", corpora=(),
+        documents=3, tokens=6, seed=0, asked=(), arms=(ArmSpec("full"), ArmSpec("topk", 25.0)), arms_of_documents=(),
+        anchors=AnchorSpec(), truncate_to="128", maps=(), recipe=RECIPES["force"],
+    )  # fmt: skip
+    documents = [*force.following(spec, "files", found.texts[0].sequences, spec.rows_of_answer)]
+    rest = "identity", lambda: pytest.fail("no row is missing"), {}, asked.out / "store.jsonl", tmp_path / "again"
+    identity = backbone_identity(spec.backbone, asked.assets)
+    assert force.write_forced(spec, documents, identity, *rest[1:])["rows_computed"] == 0
+    with pytest.raises(pytest.fail.Exception, match="no row is missing"):
+        force.write_forced(spec, documents, identity, *rest[1:], packed=("topk",))
+
+
+@pytest.mark.parametrize("length", ["1", "2", "20"])
+def test_prompts_of_few_tokens(length: str, tmp_path: Path) -> None:
+    """Anchors are all of a prompt of 20: nothing is saved, and nothing is recommended."""
+    options = f"--length {length} --budgets 50 100 --methods topk topk_moments"
+    asked = on_a_text(tiny_llama(layers=1), tmp_path, *options.split())
+    found = measure(replace(asked, tokens=1))
+    assert found.table["kl"].tolist() == pytest.approx([0] * 4, abs=1e-6)
+    assert found.table["kl_over_topk"].isna().all() and command.recommended(found) is None
+    text = command.printed(found)
+    assert "Nothing is recommended: what stays below 0.01 nats reads no fewer bytes than full attention." in text
+    assert "nan" not in text.lower() and " - " in text
+    assert [file.exists() for file in command.write(found, text)] == [True] * 4
+
+
+def test_a_budget_of_everything_has_no_ratio(tmp_path: Path) -> None:
+    options = "--length 128 --budgets 25 100 --methods topk topk_moments --target-kl 100"
+    found = measure(on_a_text(tiny_llama(), tmp_path, *options.split()))
+    ratio = found.table.set_index(["method", "budget_percent"])["kl_over_topk"]
+    assert ratio["topk", 25] == 1 and ratio["topk_moments", 25] > 0 and ratio[:, 100].isna().all()
+    best = command.recommended(found)
+    assert best is not None and best.budget_percent == 25 and "nan" not in command.printed(found).lower()
+    paths = command.write(found, "")
+    assert pd.read_csv(paths[0], keep_default_na=False).query("budget_percent == 100")["kl_over_topk"].eq("").all()
+
+
+def test_names_are_written_whatever_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model's folder `.`, and names of texts that CSV, JSON, mathematical titles or encodings would trip over."""
+    asked = on_a_text(tiny_llama(layers=1), tmp_path)
+    monkeypatch.chdir(asked.model)
+    names = ["NA", "cost in $_ {^$", os.fsdecode(b"\xfcbung"), "two\nlines", 'a "b", 50 %', "\U0001d538" * 60]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.txt").write_text(words(len(name), 2000))
+    options = "--length 64 --documents 2 --tokens 2 --methods topk --budgets 50 --device cpu --out".split()
+    cli.main(["measure", ".", *(str(Path("..", name)) for name in names), *options, str(tmp_path / "out")])
+    out = capsys.readouterr().out
+    assert out.startswith("model, prompts of 64 tokens") and "\n../two\\nlines, 2 documents\n" in out
+    (folder,) = {file.parent for file in (tmp_path / "out").rglob("measured.csv")}
+    assert folder.name.startswith("model-NA-cost in $_ {^$-\\xfcbung-") and (folder / "measured.png").exists()
+    shown = ["NA", names[1], "\\xfcbung", "two\\nlines", *names[4:]]
+    table = pd.read_csv(folder / "measured.csv", keep_default_na=False)
+    assert table["text"].tolist() == [f"../{name}" for name in shown]
+    settings = read_json(folder / "settings.json")
+    assert settings["texts"] == table["text"].tolist() and settings["model"] == str(tmp_path / "model")
+
+
+def test_one_model_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its folder is written, its rows are those of the store."""
+    asked = on_a_text(tiny_llama(layers=1), tmp_path)
+    (tmp_path / "alias").symlink_to("model")
+    monkeypatch.chdir(tmp_path)
+    device = torch.device("cpu")
+    specs = [find_model(name, asked.assets, device) for name in (asked.model, "model", "model/", "./model", "alias")]
+    monkeypatch.chdir("model")
+    specs.append(find_model(".", asked.assets, device))
+    assert len({backbone_identity(spec, asked.assets) for spec in specs}) == 1
+    assert [spec.name for spec in specs] == ["model"] * 4 + ["alias", "model"]
+
+
+def test_where_the_answer_cannot_be_written_is_told_before_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = on_a_text(tiny_llama(layers=1), tmp_path)
+    (tmp_path / "file").write_text("")
+    asked.out.mkdir()
+    (asked.out / "model-a-64").write_text("")  # the folder of the answer
+    for out, place in ((tmp_path / "file", "file"), (asked.out, "model-a-64")):
+        with caplog.at_level(logging.INFO), pytest.raises(SystemExit) as stopped:
+            cli.main(["measure", asked.model, *asked.texts, "--length", "64", "--device", "cpu", "--out", str(out)])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert stopped.value.code == 2 and re.search(rf"error: .*{place}.*: cannot be written .* make room", line)
+    assert "rows to compute" not in caplog.text
 
 
 def test_feature_maps_take_part(

@@ -89,11 +89,14 @@ def test_disjoint_sequences_share_no_document(assets: Path) -> None:
     assert len(held_out_corpus("code", TOKENIZER, 200, 0, assets).disjoint(50)) == 1
 
 
-def test_bos_leads_where_the_tokenizer_adds_one() -> None:
+@pytest.mark.parametrize(("template", "front"), [("<s> $A", [0]), ("</s> <s> $A </s>", [1, 0]), ("$A </s>", [])])
+def test_a_sequence_begins_as_the_tokenizer_begins_a_text(template: str, front: list[int]) -> None:
+    """With its BOS, with several tokens, or with none; an EOS at the end of a text is not part of a sequence."""
     tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    special = [("<s>", 0), ("</s>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
     ids = PackedDocuments("text", ["abc " * 100], tokenizer, 50, 0).sequence(0)
-    assert len(ids) == 50 and ids[0] == 0 and ids.count(0) == 1
+    assert len(ids) == 50 and ids[: len(front)] == front and not {0, 1} & {*ids[len(front) :]}
 
 
 def test_books_are_held_out_whole_and_read_on_in_order(assets: Path) -> None:

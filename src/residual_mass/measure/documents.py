@@ -1,0 +1,244 @@
+"""Cuts the texts that a user names into documents of equal length, of which no two overlap."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import logging
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from residual_mass.measure.command import Arguments
+from residual_mass.measure.names import shown, text_name
+from residual_mass.provenance import MANIFEST
+from residual_mass.texts import assets
+from residual_mass.texts.corpora import SEPARATOR, held_out_corpus, special_prefix
+from residual_mass.texts.names import ASSETS
+
+log = logging.getLogger(__name__)
+
+FILES = "files"
+"""Name of the text that consists of all single files; each folder is a text of its own."""
+CHARACTERS = 16
+"""Characters of a file that are read per wanted token."""
+MORE = 4
+"""Factor of that number where texts need more characters for their tokens."""
+WHOLE = 64
+"""Number of files that may be read at that rate; of more, as many are taken at equal distances."""
+GAP = re.compile(r"\s")
+"""Where a part of a text begins, if there is one within WORD characters."""
+WORD = 100
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+"""Encodings by the byte order mark of a file, longer marks before those that begin them."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text: the token ids of each document (prompt, the token after it, continuation), and how many files or
+    documents of a corpus they were cut from.
+
+    Attributes:
+        read: share of the files' characters that documents were taken from.
+        special: a name of a special token that is in it, if there is one.
+    """
+
+    name: str
+    sequences: list[list[int]]
+    sources: int
+    read: float = 1.0
+    special: str = ""
+
+
+class Runs(NamedTuple):
+    """Tokens of parts of texts, each of which may be cut into documents."""
+
+    tokens: list[list[int]]
+    owners: list[list[int]]
+    """Number of the text that each token comes from."""
+    read: float
+    special: str
+
+
+def require_assets(folder: Path) -> None:
+    """Creates the folder of the embedded model and texts if it does not exist."""
+    if not (folder / MANIFEST).exists():
+        assets.run(assets.PINS, folder / MANIFEST)
+
+
+def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
+    """Cuts every text into documents: corpora of the assets (preferred to folders of the same name), folders, and all
+    single files together. Every text has a name of its own.
+
+    Raises:
+        ValueError: a file is missing, empty or not a text, or a text is shorter than one document; names it.
+    """
+    begin = len(special_prefix(tokenizer))
+    if begin > args.prompt_tokens:
+        raise ValueError(f"--length {args.length}: a text begins with {begin} special tokens; choose a longer one")
+    texts: list[Text] = []
+    files: list[str] = []
+    for name in args.texts:
+        if name in ASSETS:
+            require_assets(args.assets)
+            corpus = held_out_corpus(name, tokenizer, args.document_tokens, args.seed, args.assets)
+            sequences = corpus.disjoint(args.documents)
+            texts.append(Text(name, sequences, len(sequences)))
+        elif os.path.isdir(name):
+            texts.append(_cut(text_name(name), _texts_in(Path(name)), tokenizer, args))
+        else:
+            files.append(_text_of(Path(name)))
+    if files:
+        texts.append(_cut(FILES, files, tokenizer, args))
+    names: dict[str, Text] = {}
+    for text in texts:
+        others = (f"{text.name} ({number})" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([text.name], others) if name not in names)
+        names[name] = replace(text, name=name)
+    return list(names.values())
+
+
+def _text_of(path: Path) -> str:
+    """Returns the text of a file with line ends as in Unix.
+
+    Raises:
+        ValueError: it cannot be read, is not a regular file, or not a text; names it.
+    """
+    name = shown(str(path))
+    try:
+        regular = stat.S_ISREG(path.stat().st_mode)  # a pipe or a device may never end
+        data = path.read_bytes() if regular else b""
+    except OSError as error:
+        raise ValueError(
+            f"{name}: {error.strerror}, and not a text of the assets ({', '.join(ASSETS)}); check the name"
+        ) from None
+    if not regular:
+        raise ValueError(f"{name}: neither a file nor a folder; write the text to a file")
+    encoding = next((encoding for mark, encoding in MARKS.items() if data.startswith(mark)), "utf-8")
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{name}: not a text in UTF-8, or in UTF-16 with a byte order mark; convert it or leave it out"
+        ) from None
+    if "\0" in text or not text.strip():
+        raise ValueError(f"{name}: empty, or holds bytes that no text has; leave it out")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _texts_in(folder: Path) -> list[str]:
+    """Returns the texts in a folder and its subfolders, without hidden files and files that are not text, each once.
+
+    Raises:
+        ValueError: there is none; names the folder.
+    """
+    closed: list[OSError] = []
+    walk = os.walk(folder, onerror=closed.append)
+    files = sorted(Path(place, name) for place, _, names in walk for name in names)
+    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    texts = []
+    causes = [f"{shown(str(error.filename))}: {error.strerror}" for error in closed]
+    seen: set[str] = set()
+    for path in files:
+        real = os.path.realpath(path)
+        if real not in seen:
+            seen.add(real)
+            try:
+                texts.append(_text_of(path))
+            except ValueError as error:
+                causes.append(str(error))
+    if not texts:
+        why = f" ({causes[-1]})" if causes else ""
+        raise ValueError(f"{shown(str(folder))}: no text in this folder{why}; name one with text files in UTF-8")
+    if causes:
+        more = f" ({causes[-1]})"
+        log.warning("%s: %d files left out that are empty or not texts%s", shown(str(folder)), len(causes), more)
+    return texts
+
+
+def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: Arguments) -> Text:
+    """Joins short texts with the next ones, and cuts documents out of long ones. Of texts with many more characters
+    than needed, parts that are spread evenly are read.
+    """
+    front = special_prefix(tokenizer)
+    wanted = args.document_tokens - len(front)
+    characters = CHARACTERS * args.document_tokens
+    runs = _runs(texts, characters, wanted, tokenizer, args)
+    while len(parts := windows(runs.tokens, wanted, args.documents)) < args.documents and runs.read < 1:
+        characters *= MORE
+        runs = _runs(texts, characters, wanted, tokenizer, args)
+    if not parts:
+        raise ValueError(
+            f"text {name}: {sum(map(len, runs.tokens)):,} tokens, and one document is {wanted:,} (--length and "
+            "--tokens); give more text or a shorter --length"
+        )
+    owners = {owner for part in windows(runs.owners, wanted, args.documents) for owner in part}
+    sources = min(len(owners), len(parts))
+    return Text(name, [front + part for part in parts], sources, runs.read, runs.special)
+
+
+def _runs(
+    texts: Sequence[str], characters: int, wanted: int, tokenizer: PreTrainedTokenizerBase, args: Arguments
+) -> Runs:
+    """Tokenises texts, of long ones a part of so many characters for each document, and joins texts until a run has the
+    wanted tokens.
+    """
+
+    def ids_of(part: str) -> list[int]:
+        return tokenizer(part, add_special_tokens=False, split_special_tokens=not args.special_tokens).input_ids
+
+    longest = characters * args.documents
+    stride = 1 + sum(min(len(text), longest) for text in texts) // (WHOLE * longest)
+    tokens: list[list[int]] = [[]]
+    owners: list[list[int]] = [[]]
+    names = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = ""
+    read = 0
+    closed = False
+    for number, text in enumerate(texts[::stride]):
+        whole = len(text) <= longest
+        parts = [text + SEPARATOR] if whole else _parts(text, characters, args.documents)
+        found = [ids_of(part) for part in parts]
+        if not whole:  # as many documents from every part
+            fitting = max(1, min(len(ids) // wanted for ids in found))
+            found = [ids[: fitting * wanted] for ids in found]
+        for ids in found:
+            if closed or not whole or len(tokens[-1]) >= wanted:
+                tokens.append([])
+                owners.append([])
+            closed = not whole
+            tokens[-1] += ids
+            owners[-1] += [number] * len(ids)
+        special = special or next((name for name in names if any(name in part for part in parts)), "")
+        read += min(len(text), longest)
+    return Runs(tokens, owners, read / sum(map(len, texts)), special)
+
+
+def _parts(text: str, size: int, count: int) -> list[str]:
+    """Returns `count` parts of a longer text, of about `size` characters each, from its beginning to its end."""
+    parts = []
+    for number in range(count):
+        start = number * (len(text) - size) // max(count - 1, 1)
+        gap = GAP.search(text, start, start + WORD) if start else None
+        parts.append(text[gap.start() if gap else start : start + size])
+    return parts
+
+
+def windows(runs: Sequence[Sequence[int]], size: int, count: int) -> list[list[int]]:
+    """Returns up to `count` windows of `size` tokens, spread evenly over all that fit without overlap."""
+    places = []
+    for run in runs:
+        fitting = len(run) // size
+        places += [(run, number * (len(run) - size) // max(fitting - 1, 1)) for number in range(fitting)]
+    count = min(count, len(places))
+    chosen = (places[number * len(places) // count] for number in range(count))
+    return [list(run[start : start + size]) for run, start in chosen]
