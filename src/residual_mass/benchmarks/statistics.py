@@ -35,7 +35,8 @@ class Means:
     Attributes:
         value: [rows].
         stderr: [rows], sample standard error; NaN where a task has a single example.
-        draws: [rows, resamples], the mean in each bootstrap resample.
+        draws: [rows, resamples], the mean in each bootstrap resample; NaN where a task has a single example, whose
+            resamples are all alike and tell nothing about other examples.
         index: names of the rows; None numbers them.
     """
 
@@ -60,7 +61,7 @@ def means(tasks: Tasks, resamples: int, seed: int) -> Means:
         value.append(values.mean(axis=1))
         errors.append(values.std(axis=1, ddof=1) / np.sqrt(n) if n > 1 else np.full(rows, np.nan))
         sums = np.concatenate([counts @ values.T for counts in resampled(n, resamples, seed, task)]).T
-        draws = draws + sums / n
+        draws = draws + (sums / n if n > 1 else np.nan)
     stderr = np.sqrt(np.square(errors).sum(axis=0)) / len(tasks)
     index = getattr(next(iter(tasks.values())), "index", None)
     return Means(np.mean(value, axis=0), stderr, draws / len(tasks), index)

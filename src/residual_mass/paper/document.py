@@ -132,7 +132,8 @@ def _facts(cell: dict[str, str]) -> Iterator[tuple[str, Latex]]:
         yield "count", Latex(cell["n"])
     if p:
         yield "gain", Latex(f"${float(cell['gain']):+z.{decimals(text)}f}$")
-        yield "gaininterval", _interval(cell, "gain_ci")
+        if cell["gain_ci_low"]:
+            yield "gaininterval", _interval(cell, "gain_ci")
         yield "gainp", Latex(rf"$p < {SMALLEST_P}$" if float(p) < SMALLEST_P else f"$p = {float(p):.3f}$")
 
 

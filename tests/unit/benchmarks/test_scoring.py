@@ -162,7 +162,9 @@ def test_arms_named_by_the_spec_are_all_that_is_scored(manifest: Path, rows: lis
     with refused("all.jsonl: niah_single_1 topk 8% lacks 2 of 2 examples (0, 1)"):
         scoring.run(replace(SPEC, arms=(*ARMS, ArmSpec("topk", 8.0))), manifest, [tmp_path / "all.jsonl"], out)
     (phi,) = score(manifest, [row for row in rows if row["index"] == 0], tmp_path, replace(SPEC, examples=1))[2:3]
-    assert [name for name in NUMBERS if phi[name] == ""] == ["stderr", "original_stderr", "mde"]  # of one example
+    unknown = [f"{kind}{name}" for kind in ("", "original_") for name in ("stderr", "ci_low", "ci_high")]
+    unknown += ["gain_ci_low", "gain_ci_high", "mde"]
+    assert [name for name in NUMBERS if phi[name] == ""] == unknown  # of one example
     assert (phi["gain"], phi["gain_p"], phi["full_gap_p"], phi["n"]) == ("0.000000", "1.000000", "1.000000", "1")
 
 

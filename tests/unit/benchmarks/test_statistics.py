@@ -4,7 +4,9 @@ import hashlib
 import itertools
 import math
 import random
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from residual_mass.benchmarks.statistics import (
     skewed_interval,
 )
 
+ROOT = Path(__file__).parents[3]
 scores_lists = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 quarters = st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0])
 """Paired differences with many ties, whose sums are exact in floating point."""
@@ -65,7 +68,16 @@ def test_over_tasks_is_unweighted_and_stratified() -> None:
     assert both.value == pytest.approx([(0.5 + 98.5 / 100) / 2])
     assert both.stderr == pytest.approx([math.hypot(first.stderr[0], second.stderr[0]) / 2])
     assert np.allclose(both.draws, (first.draws + second.draws) / 2)
-    assert np.isnan(means(row(small=small, one=[1.0]), 5, 0).stderr[0])
+
+
+def test_one_example_has_no_interval() -> None:
+    """And so has a mean over tasks, of which one has a single example."""
+    values = {"one": np.array([[0.25], [0.75]]), "two": np.array([[0.5, 0.5], [0.0, 1.0]])}
+    for tasks in ({"one": values["one"]}, values):
+        found = means(tasks, 50, 0).frame
+        assert found[["stderr", "ci_low", "ci_high"]].isna().all(axis=None) and found["value"].notna().all()
+    alike = means({"two": values["two"]}, 50, 0).frame
+    assert (alike["ci_low"][0], alike["ci_high"][0]) == (0.5, 0.5) and alike["ci_low"][1] < alike["ci_high"][1]
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
@@ -155,16 +167,37 @@ def test_holm_is_the_closed_test_of_bonferroni() -> None:
 # ---- skewed values ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spread", [0.5, 0.7, 1.0])
-@pytest.mark.parametrize("documents", [6, 8, 16])
-def test_the_interval_of_skewed_values_covers_their_mean(documents: int, spread: float) -> None:
-    """Of log-normal documents, whose mean is exp(spread^2 / 2), it misses at most 7 % (the 95 % are nominal)."""
-    draws = np.exp(np.random.default_rng(documents).normal(0, spread, (4000, documents)))
-    ends = np.array([skewed_interval([values]) for values in draws])
-    low, high = ends.T
-    covered = ((low <= np.exp(spread**2 / 2)) & (np.exp(spread**2 / 2) <= high)).mean()
-    assert 0.93 <= covered <= 0.97
+def covered(draws: np.ndarray, mean: float) -> float:
+    """The share of samples [N, documents] whose interval holds the mean of their distribution."""
+    low, high = np.array([skewed_interval([values]) for values in draws]).T
     assert ((low <= draws.mean(1)) & (draws.mean(1) <= high)).all() and (low > 0).all()
+    return ((low <= mean) & (mean <= high)).mean()
+
+
+@pytest.mark.parametrize("spread", [0.5, 0.7, 1.0])
+def test_the_interval_of_skewed_values_covers_their_mean(spread: float) -> None:
+    """Of log-normal documents, whose mean is exp(spread^2 / 2), it misses at most 7 % (the 95 % are nominal)."""
+    shares = [
+        covered(np.exp(np.random.default_rng(size).normal(0, spread, (4000, size))), np.exp(spread**2 / 2))
+        for size in (6, 8, 16)
+    ]
+    assert 0.93 <= min(shares) <= max(shares) <= 0.97
+    printed = " | ".join(format(share, ".3f") for share in shares)
+    assert f"| {spread} | {printed} |" in (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_document_far_from_the_others_is_missed_as_often_as_the_page_says() -> None:
+    page = " ".join((ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    for factor in (3, 5, 10):
+        shares = []
+        for spread, size in itertools.product((0.5, 0.7), (6, 8, 16)):
+            rng = np.random.default_rng(0)
+            far = np.where(rng.random((4000, size)) < 1 / 8, factor, 1)
+            mean = np.exp(spread**2 / 2) * (1 + (factor - 1) / 8)
+            shares.append(covered(far * np.exp(rng.normal(0, spread, (4000, size))), mean))
+        said = rf"{factor} times as far( as the others,)? {100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+        assert re.search(said, page), said
 
 
 def test_zeros_and_extremes_keep_finite_intervals() -> None:

@@ -66,6 +66,10 @@ def test_numbers_are_the_cells_by_their_keys(tmp_path: Path) -> None:
     key = "ruler_sweep/1b/ruler/all/4k/topk_phi/1/64k"
     assert (found["gain", key], found["gaininterval", key]) == ("$-0.250$", "$[-0.300, -0.200]$")
     assert found["gainp", key] == "$p < 0.001$"
+    rows[["ci_low", "ci_high", "gain_ci_low", "gain_ci_high"]] = ""  # of one example for each task
+    alone = macros(tmp_path, written(tmp_path, made("ruler_sweep", rows, spec)))
+    assert {kind for kind, _ in found} - {kind for kind, _ in alone} == {"interval", "gaininterval"}
+    assert found["gain", key] == alone["gain", key]
 
 
 def test_the_document_shows_everything_in_order(tmp_path: Path) -> None:

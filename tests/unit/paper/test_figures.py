@@ -161,6 +161,15 @@ def test_tokens_are_counted_and_means_of_groups_have_intervals_over_documents() 
     assert names[0][-1] == "less" and names[0][0].startswith("≥ 0.")
 
 
+def test_means_of_one_document_have_no_interval(tmp_path: Path) -> None:
+    show, _ = drawn.files_of("fidelity_tokens", tmp_path)
+    tokens = drawn.tokens()
+    figure = drawn.draw(show, [drawn.written(tmp_path / "one.parquet", tokens[tokens["index"] == 0])])
+    for axis in figure.axes[1:]:
+        assert len(axis.lines) > 1 and axis.collections
+        assert not any(len(segment) for intervals in axis.collections for segment in intervals.get_segments())
+
+
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 

@@ -232,6 +232,10 @@ def test_latencies_have_traffic_and_what_was_not_measured_has_no_times() -> None
     theirs = made("runtime_1b", rows.assign(model_id=published.MODELS["1b"]), spec)
     assert "The paper, batch 1" in latex(theirs)
     assert (theirs["value"] != "").sum() == (cells["value"] != "").sum()
+    steps = cells["quantity"] == "per_step_ms"
+    assert set(cells["low"][steps & (cells["value"] != "")]) == {"1"} and set(cells["low"][~steps]) == {""}
+    once = made("runtime_1b", rows.assign(repeats="1"), spec)
+    assert set(once["low"]) == set(once["high"]) == {""}  # one repeat has no range
 
 
 def test_kernels_of_the_cpu_are_rows_beside_the_others_and_change_none_of_them() -> None:

@@ -127,7 +127,7 @@ def _groups(tokens: pd.DataFrame) -> list[tuple[pd.Series, Sequence[str]]]:
 
 def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd.DataFrame:
     """Returns for each group its number of `tokens`, their `mean`, and the interval `low` to `high` over resampled
-    documents, which is NaN if a resample may lack the group.
+    documents, which is NaN for a single document and if a resample may lack the group.
     """
     document = tokens.groupby(["task", "index"]).ngroup()
     table = pd.crosstab(document, group, tokens["kl"], aggfunc=["sum", "count"]).fillna(0)
@@ -136,5 +136,5 @@ def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd
     counts = np.concatenate(list(resampled(len(table), spec.score.bootstrap_resamples, spec.score.seed, spec.texts[0])))
     with np.errstate(invalid="ignore"):  # a resample may lack a group
         draws = (counts @ sums.to_numpy()) / (counts @ sizes.to_numpy())
-    low, high = percentile_interval(draws.T)
+    low, high = percentile_interval(draws.T) if len(table) > 1 else (np.nan, np.nan)
     return pd.DataFrame({"tokens": sizes.sum(), "mean": sums.sum() / sizes.sum(), "low": low, "high": high})

@@ -179,8 +179,8 @@ def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quan
     cells = with_values(cells)
     fields = cells.groupby(["row", "column"], sort=False)["text"].transform(" / ".join)
     cells["printed"] = fields.mask(cells.get("source", cells["value"]) == "", LEFT_OUT)
-    step = cells["quantity"] == "per_step_ms"
+    cells = cells.assign(n=cells.get("repeats", ""), counted="repeats", grid="traffic" if traffic else "")
+    ranges = (cells["quantity"] == "per_step_ms") & (cells["n"] != "1")  # one repeat has no range
     for name in ("low", "high"):
-        cells[name] = cells.get(f"per_step_{name}_ms", pd.Series("", cells.index)).where(step, "")
-    grid = "traffic" if traffic else ""
-    return cells.assign(block=block, grid=grid, n=cells.get("repeats", ""), counted="repeats")
+        cells[name] = cells.get(f"per_step_{name}_ms", pd.Series("", cells.index)).where(ranges, "")
+    return cells.assign(block=block)
