@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import changed, planned
+from runs import changed, planned, snakemake
 
 from residual_mass.recipes import RECIPES
 
@@ -58,6 +58,20 @@ def test_results_carried_into_a_fresh_checkout_run_nothing(finished: Path, tmp_p
         shutil.copytree(finished / name, fresh / name)
     newest = max(path.stat().st_mtime for path in (fresh / "results").rglob("*.*"))
     assert min(path.stat().st_mtime for path in (fresh / "src").rglob("*.py")) > newest
+    assert planned(fresh) == {}
+
+
+def test_results_copied_without_their_times_are_kept_by_touch(finished: Path, tmp_path: Path) -> None:
+    """A copy that gives every file the time of its copy, as `cp -r` does, puts inputs after what was made of them."""
+    fresh = tmp_path / "fresh"
+    shutil.copytree(finished, fresh, ignore=shutil.ignore_patterns(".snakemake", "__pycache__"))
+    inputs = ("assets", "prompts", "phi", "generations")
+    for path in (fresh / "results").rglob("*.*"):
+        if path.relative_to(fresh / "results").parts[0] not in inputs:
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
+    assert {"train", "generate"} <= set(planned(fresh))
+    touched = snakemake(fresh, "--cores", "1", "--touch", "all", snakefile=fresh / "Snakefile")
+    assert touched.code == 0, touched.output
     assert planned(fresh) == {}
 
 
