@@ -62,29 +62,48 @@ template <int D>
 struct Eight {
   static constexpr int KEYS = BLOCK * D, VALUES = BLOCK * D;
 
-  template <int G>
-  static void scores(const Layer& layer, const float* query, const uint8_t* keys, size_t block, float* to, size_t stride) {
-    int8_t codes[G * D];
-    float unit[G], base[G];
-    const bf16* scales = layer.scales + block * 2 * D;
-    for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f, codes + g * D, unit[g]);
+  // Products of G queries' codes with keys or, added to the scores, of their fine codes with the high halves of keys.
+  template <bool FINE, int G>
+  static inline void products(const uint8_t* keys, const int8_t* codes, const float* unit, const float* base, float* to, size_t stride) {
     for (int start = 0; start < BLOCK; start += TILE * W) {
       Ints sums[G][TILE] = {};
 #pragma GCC unroll 1
       for (int j = 0; j < D / 4; j++) {
         Bytes of[TILE];
 #pragma GCC unroll 4
-        for (int t = 0; t < TILE; t++) of[t] = load<Bytes>(keys + (j * BLOCK + start + t * W) * 4);
+        for (int t = 0; t < TILE; t++) of[t] = load<Bytes>(keys + (j * BLOCK + start + t * W) * 4) >> (FINE ? 4 : 0);
 #pragma GCC unroll 4
         for (int g = 0; g < G; g++) {
           const Ints with = all(four(codes + g * D + 4 * j));
 #pragma GCC unroll 4
-          for (int t = 0; t < TILE; t++) sums[g][t] = dot4_wide(sums[g][t], of[t], with);
+          for (int t = 0; t < TILE; t++) sums[g][t] = FINE ? dot4(sums[g][t], of[t], with) : dot4_wide(sums[g][t], of[t], with);
         }
       }
       for (int g = 0; g < G; g++)
-        for (int t = 0; t < TILE; t++) store(to + g * stride + start + t * W, to_floats(sums[g][t]) * unit[g] + base[g]);
+        for (int t = 0; t < TILE; t++) {
+          float* at = to + g * stride + start + t * W;
+          const Floats added = to_floats(sums[g][t]) * ((FINE ? 16 / 256.f : 1) * unit[g]) + base[g];
+          store(at, FINE ? load<Floats>(at) + added : added);
+        }
     }
+  }
+
+  template <int G>
+  __attribute__((noinline)) static void refine(const float* query, const uint8_t* keys, const bf16* scales, Rounded of, float* to, size_t stride) {
+    int8_t fine[G * D];
+    float base[G];
+    for (int g = 0; g < G; g++) base[g] = refine_query<D>(query + g * D, scales, of.codes + g * D, of.unit[g], fine + g * D);
+    products<true, G>(keys, fine, of.unit, base, to, stride);
+  }
+
+  template <int G>
+  static void scores(const Layer& layer, const float* query, const uint8_t* keys, size_t block, float* to, size_t stride) {
+    int8_t codes[G * D];
+    float unit[G], base[G];
+    const bf16* scales = layer.scales + block * 2 * D;
+    for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f, codes + g * D, unit[g]);
+    products<false, G>(keys, codes, unit, base, to, stride);
+    if (coarse(unit, G)) refine<G>(query, keys, scales, {codes, unit}, to, stride);
   }
 
   template <int G>

@@ -8,6 +8,11 @@ namespace {
 // are rounded to 8 bits, unit * rounded, so that
 //   query . key = query . middle + unit * rounded . (code - 127.5),
 // and in the scan 7.5 stands for the low part.
+//
+// The channel with the largest range in a block takes the resolution of all others. Where the unit exceeds COARSE, the
+// queries have 15 bits, unit * (rounded + fine / 256), of which `fine` multiplies 16 * high + 7.5 alone: rounding the keys
+// costs more than what it leaves out.
+constexpr float COARSE = 1 / 2048.f;  // the rounded queries' scores then have errors of some 0.05
 
 // The queries of a KV head against one block.
 struct Rounded {
@@ -34,14 +39,34 @@ float round_query(const float* query, const bf16* scales, float less, int8_t* co
   return sum(score - less * unit * total);
 }
 
+// The fine codes of one rounded query, and what is added to its products with 16 * high; 0 where the unit is not coarse.
+template <int D>
+float refine_query(const float* query, const bf16* scales, const int8_t* codes, float unit, int8_t* fine) {
+  memset(fine, 0, D);
+  if (!(unit > COARSE)) return 0;
+  Floats total = {};
+  for (int i = 0; i < D; i += W) {
+    const Floats whole = to_floats(rounded(load<Floats>(query + i) * widen(scales + D + i) * (256 / unit)));
+    const Floats below = largest(whole - 256 * widen(codes + i), all(-127.f)), rest = below < 127 ? below : all(127.f);
+    store_bytes(fine + i, rounded(rest));
+    total += rest;
+  }
+  return (7.5f - 127.5f) / 256 * unit * sum(total);
+}
+
+inline bool coarse(const float* unit, int n) {
+  float most = 0;
+  for (int g = 0; g < n; g++) most = std::max(most, unit[g]);
+  return most > COARSE;
+}
+
 inline int32_t four(const int8_t* codes) { return load<int32_t>(codes); }
 
-// Scores of a block's tokens by the high plane [D / 8, 64, 4]: byte i of a token has channel 8 j + i of its j-th four in
-// the low half, and channel 8 j + 4 + i in the high half.
-template <int D, int G>
-void scan_block(const float* query, const uint8_t* keys, const bf16* scales, Rounded to, float* scores, size_t stride) {
-  float base[G];
-  for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f - 7.5f, to.codes + g * D, to.unit[g]);
+// Products of G queries' codes with a block's high plane [D / 8, 64, 4], in units of unit / 16: byte i of a token has channel
+// 8 j + i of its j-th four in the low half, and channel 8 j + 4 + i in the high half. `FINE` codes have units of unit / 256
+// more, and their products are added to the scores.
+template <bool FINE, int D, int G>
+inline void scan_products(const uint8_t* keys, const int8_t* codes, const float* unit, const float* base, float* scores, size_t stride) {
   for (int start = 0; start < BLOCK; start += TILE * W) {
     Ints sums[G][TILE] = {};
 #pragma GCC unroll 1
@@ -54,15 +79,36 @@ void scan_block(const float* query, const uint8_t* keys, const bf16* scales, Rou
       }
 #pragma GCC unroll 4
       for (int g = 0; g < G; g++) {
-        const Ints one = all(four(to.codes + g * D + 8 * j)), two = all(four(to.codes + g * D + 8 * j + 4));
+        const Ints one = all(four(codes + g * D + 8 * j)), two = all(four(codes + g * D + 8 * j + 4));
 #pragma GCC unroll 4
         for (int t = 0; t < TILE; t++) sums[g][t] = dot4(dot4(sums[g][t], low[t], one), high[t], two);
       }
     }
     for (int g = 0; g < G; g++)
-      for (int t = 0; t < TILE; t++)
-        store(scores + g * stride + start + t * W, to_floats(sums[g][t]) * (16 * to.unit[g]) + base[g]);
+      for (int t = 0; t < TILE; t++) {
+        float* to = scores + g * stride + start + t * W;
+        const Floats added = to_floats(sums[g][t]) * ((FINE ? 16 / 256.f : 16) * unit[g]) + base[g];
+        store(to, FINE ? load<Floats>(to) + added : added);
+      }
   }
+}
+
+// Adds the products of fine codes to the scores of a block.
+template <int D, int G>
+__attribute__((noinline)) void refine_scan(const float* query, const uint8_t* keys, const bf16* scales, Rounded of, float* scores, size_t stride) {
+  int8_t fine[G * D];
+  float base[G];
+  for (int g = 0; g < G; g++) base[g] = refine_query<D>(query + g * D, scales, of.codes + g * D, of.unit[g], fine + g * D);
+  scan_products<true, D, G>(keys, fine, of.unit, base, scores, stride);
+}
+
+// Scores of a block's tokens by the high plane.
+template <int D, int G>
+void scan_block(const float* query, const uint8_t* keys, const bf16* scales, Rounded to, float* scores, size_t stride) {
+  float base[G];
+  for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f - 7.5f, to.codes + g * D, to.unit[g]);
+  scan_products<false, D, G>(keys, to.codes, to.unit, base, scores, stride);
+  if (coarse(to.unit, G)) refine_scan<D, G>(query, keys, scales, to, scores, stride);
 }
 
 // Floats as integers of the same order, and back.

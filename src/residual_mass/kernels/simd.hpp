@@ -128,6 +128,8 @@ inline int32_t sum(Ints4 x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 inline Ints rounded(Floats x) {
 #if VNNI
   return (Ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtps_epi32((__m256)x);
 #endif
   const Floats magic = all(12582912.f);
   return (Ints)(x + magic) - (Ints)magic;

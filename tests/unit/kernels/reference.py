@@ -10,6 +10,8 @@ from torch import Tensor
 from residual_mass.kernels import LayerCache
 
 BLOCK = 64
+COARSE = 1 / 2048
+"""Units of rounded queries, in units of log 2, above which there are finer codes."""
 ROUNDINGS = 64 * torch.finfo(torch.float32).eps
 """Deviations of scores below this share of a cluster's largest mean score count as this, a floor of the method."""
 
@@ -66,14 +68,21 @@ def real_places(cache: LayerCache, row: int) -> Tensor:
 
 
 def scores_of_codes(cache: LayerCache, row: int, head: int, q: Tensor, codes: Tensor) -> Tensor:
-    """Scores in nats of keys middle + step * (codes - 127.5), codes [P, D], with the query times step in 8 bits."""
+    """Scores in nats of keys middle + step * (codes - 127.5), codes [P, D], with the query times step in 8 bits, and
+    for the high halves of the codes in 15 bits if a unit of 8 bits is coarse.
+    """
     scores = []
     for block, own in enumerate(codes.split(BLOCK)):
         middle, step = cache.scales[row, head, block].double()
         scaled = (q / math.log(2)).float() * step.float()
         top = scaled.abs().max().clamp_min(1e-30)
-        unit, whole = (top / 127).double() * math.log(2), (scaled * (127 / top)).round().double()
-        scores.append(q @ middle + unit * ((own - 127.5) @ whole))
+        unit = top / 127
+        whole = (scaled * torch.full_like(top, 127).div(top)).round()
+        product = (own - 127.5) @ whole.double()
+        if unit > COARSE:
+            fine = ((scaled * torch.full_like(unit, 256).div(unit)).round() - 256 * whole).clamp(-127, 127)
+            product += (own // 16 * 16 + 7.5 - 127.5) @ fine.double() / 256
+        scores.append(q @ middle + unit.double() * math.log(2) * product)
     return torch.cat(scores) if scores else q.new_zeros(0)
 
 
