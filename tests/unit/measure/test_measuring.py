@@ -494,18 +494,19 @@ def test_names_are_written_whatever_they_are(
     asked = on_a_text(tiny_llama(layers=1), tmp_path)
     monkeypatch.chdir(asked.model)
     names = ["NA", "cost in $_ {^$", os.fsdecode(b"\xfcbung"), "two\nlines", 'a "b", 50 %', "\U0001d538" * 60]
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "1.txt").write_text(words(len(name), 2000))
+    paths = ["NA", *(f"../{name}" for name in names[1:])]
+    for name in paths:
+        Path(name).mkdir()
+        Path(name, "1.txt").write_text(words(len(name), 2000))
     options = "--length 64 --documents 2 --tokens 2 --methods topk --budgets 50 --device cpu --out".split()
-    cli.main(["measure", ".", *(str(Path("..", name)) for name in names), *options, str(tmp_path / "out")])
+    cli.main(["measure", ".", *paths, *options, str(tmp_path / "out")])
     out = capsys.readouterr().out
     assert out.startswith("model, prompts of 64 tokens") and "\n../two\\nlines, 2 documents\n" in out
     (folder,) = {file.parent for file in (tmp_path / "out").rglob("measured.csv")}
     assert folder.name.startswith("model-NA-cost in $_ {^$-\\xfcbung-") and (folder / "measured.png").exists()
-    shown = ["NA", names[1], "\\xfcbung", "two\\nlines", *names[4:]]
+    shown = ["NA", *(f"../{name}" for name in (names[1], "\\xfcbung", "two\\nlines", *names[4:]))]
     table = pd.read_csv(folder / "measured.csv", keep_default_na=False)
-    assert table["text"].tolist() == [f"../{name}" for name in shown]
+    assert table["text"].tolist() == shown
     settings = read_json(folder / "settings.json")
     assert settings["texts"] == table["text"].tolist() and settings["model"] == str(tmp_path / "model")
 
