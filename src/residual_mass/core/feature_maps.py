@@ -47,7 +47,8 @@ class ReZeroMap(nn.Module):
         self.up, self.up_bias = _linear(heads, d_emb, d_emb)
         self.down, self.down_bias = _linear(heads, d_emb, d_emb)
         self.out, self.out_bias = _linear(heads, d_emb, d_phi)
-        self.alpha = nn.Parameter(torch.zeros(heads, 1, 1))  # ReZero: the block starts as the identity
+        # ReZero: the block starts as the identity.
+        self.alpha = nn.Parameter(torch.zeros(heads, 1, 1, dtype=torch.float32))
 
     def unfolded(self, x: Tensor) -> Tensor:
         """Computes log phi layer by layer as in the paper: [H, N, D] -> [H, N, M]."""
@@ -80,7 +81,8 @@ class ReZeroMap(nn.Module):
         d_emb = self.stem.shape[-1]
         if d_emb < d_in:
             raise ValueError(f"map.init positive_random_features needs d_emb >= head dimension ({d_emb} < {d_in})")
-        self.stem.copy_(torch.eye(d_in, d_emb).expand(heads, -1, -1))
+        identity = torch.eye(d_in, d_emb, dtype=self.stem.dtype, device=self.stem.device)
+        self.stem.copy_(identity.expand(heads, -1, -1))
         self.stem_bias.zero_()
         self.out[:, :d_in].copy_(directions.transpose(-1, -2))
         self.out[:, d_in:].zero_()
@@ -140,11 +142,16 @@ def _bmm_to_float32(x: Tensor, y: Tensor) -> Tensor:
 def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Generator) -> Tensor:
     """Draws rows [H, M, D] with Gaussian lengths, orthogonal in blocks of D (orthogonal positive random features)."""
     blocks = []
+
+    def normal() -> Tensor:
+        shape = heads, d_in, d_in
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=generator.device)
+
     for _ in range(math.ceil(d_phi / d_in)):
-        q, r = torch.linalg.qr(torch.randn(heads, d_in, d_in, generator=generator))
+        q, r = torch.linalg.qr(normal())
         # QR's Q is uniform over rotations only with the signs fixed.
         q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
-        lengths = torch.randn(heads, d_in, d_in, generator=generator).norm(dim=-1, keepdim=True)
+        lengths = normal().norm(dim=-1, keepdim=True)
         blocks.append(q * lengths)
     return torch.cat(blocks, dim=1)[:, :d_phi]
 
@@ -164,6 +171,6 @@ def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
 def _linear(heads: int, d_in: int, d_out: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Creates weight [H, in, out] and bias [H, 1, out] with torch.nn.Linear's default initialisation."""
     bound = 1 / math.sqrt(d_in)
-    weight = torch.empty(heads, d_in, d_out).uniform_(-bound, bound)
-    bias = torch.empty(heads, 1, d_out).uniform_(-bound, bound)
+    weight = torch.empty(heads, d_in, d_out, dtype=torch.float32).uniform_(-bound, bound)
+    bias = torch.empty(heads, 1, d_out, dtype=torch.float32).uniform_(-bound, bound)
     return nn.Parameter(weight), nn.Parameter(bias)

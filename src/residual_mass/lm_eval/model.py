@@ -168,7 +168,7 @@ class PartialKV(HFLM):
         """
         decoder = ForcedDecoder(self.engine, prefix) if prefix else None
         for tokens, group in itertools.groupby(scored, key=lambda item: item.forced):
-            logits = self._logits(decoder, tokens)
+            logits = self._logits(decoder, tokens, len(prefix) + len(tokens))
             yield from ((item, [logits]) for item in group)
 
     def _windows(self, scored: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
@@ -180,21 +180,22 @@ class PartialKV(HFLM):
         values of a token do not depend on later tokens.
         """
         starts = range(start, len(tokens), self.stride)
-        read = self.engine.read([tokens[: starts[-1]]])[0] if starts[-1] else []
+        read = self.engine.read([tokens[: starts[-1]]], len(tokens))[0] if starts[-1] else []
         for first in starts:
             decoder = None
             if first:
                 real = torch.ones(1, first, dtype=torch.bool, device=self.engine.backbone.device)
                 pairs = ((layer.keys[:, :, :first], layer.values[:, :, :first]) for layer in read)
                 layers = [build_prefix(keys, values, real, self.anchors) for keys, values in pairs]
-                decoder = ForcedDecoder(self.engine, tokens[:first], layers)
-            yield self._logits(decoder, tokens[first : first + self.stride])
+                decoder = ForcedDecoder(self.engine, tokens[:first], layers, len(tokens))
+            yield self._logits(decoder, tokens[first : first + self.stride], len(tokens))
 
-    def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int]) -> Tensor:
-        """Returns logits [T, V] after each token; without a decoder all tokens are read exactly."""
+    def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int], length: int) -> Tensor:
+        """Returns logits [T, V] after each token; without a decoder all tokens are read exactly, as the beginning of a
+        text of `length` tokens.
+        """
         if decoder is None:
-            backbone = self.engine.backbone
-            return backbone.model(torch.tensor([list(tokens)], device=backbone.device), use_cache=False).logits[0]
+            return self.engine.forward([list(tokens)], [0], length)[0]
         return decoder.full(tokens)[0] if self.arm.is_full else next(decoder.logits([self.arm], tokens))
 
     def _answer(self, logits: Iterable[Tensor], targets: Sequence[int]) -> tuple[float, bool]:

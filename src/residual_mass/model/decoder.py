@@ -10,6 +10,7 @@ Shape letters: E = examples, A = arms, Hq / Hkv = query / KV heads, G = Hq / Hkv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ from residual_mass.model.prefix import (
     arm_rows,
     map_heads,
     merge_with_prefix,
+    own_precision,
     prefix_terms,
     rows_of_heads,
 )
@@ -59,7 +61,8 @@ class ArmDecoder:
         output = query.new_empty(*by_arm[0].shape[:2], query.shape[2], query.shape[1], value.shape[3])
         for part in self.parts:
             rows = (x[:, part.places].flatten(0, 1) for x in by_arm)
-            output[:, part.places] = part.attend(module, *rows, start, scale).unflatten(0, (len(output), -1))
+            with own_precision(query) if isinstance(part, PartialRows) else nullcontext():
+                output[:, part.places] = part.attend(module, *rows, start, scale).unflatten(0, (len(output), -1))
         return output.flatten(0, 1)
 
     def keep(self, examples: list[int], arms: list[int]) -> None:

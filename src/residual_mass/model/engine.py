@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,7 @@ from residual_mass.model.hook import (
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.model.prefix import Map, PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
+from residual_mass.model.rotary import frequencies_of, require_read_once, text_lengths
 
 Finish = Literal["length", "eos", "saturated"]
 Summaries = Mapping[str | None, tuple[list[Map], list[Summary]]]
@@ -105,6 +107,7 @@ class SharedPrefillEngine:
         self.backbone, self.arms, self.anchors, self.nominal_length = backbone, list(arms), anchors, nominal_length
         self.work = Work()
         require_attention_alone(backbone.model)
+        self.frequencies = frequencies_of(backbone.model)
         given: Mapping[str | None, PhiMaps] = phi if isinstance(phi, Mapping) else {} if phi is None else {None: phi}
         self.maps = {
             label: self._checked(given, label, arm).folded()
@@ -129,9 +132,12 @@ class SharedPrefillEngine:
             saturated: stops an arm once its score is determined; without it, arms run to a limit or an end token.
 
         Raises:
+            ValueError: the model's rotary frequencies change within a prompt's text.
             NotFiniteError: the model or the maps return a NaN or an infinity.
         """
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        for prompt, (ids, limit) in enumerate(zip(prompts, limits, strict=True)):
+            require_read_once(self.backbone.model, len(ids), len(ids) + limit - 1, f"prompt {prompt}")
         started = time.monotonic()
         layers, first = self.read(prompts)
         read_seconds = time.monotonic() - started
@@ -153,15 +159,18 @@ class SharedPrefillEngine:
             for e, length in enumerate(lengths)
         ]
 
-    def read(self, prompts: Sequence[list[int]]) -> tuple[list[PrefixLayer], list[int]]:
+    def read(self, prompts: Sequence[list[int]], length: int | None = None) -> tuple[list[PrefixLayer], list[int]]:
         """Prefills prompts one by one; returns each layer's prefix, padded on the right, and the next tokens.
+
+        Args:
+            length: as in `prefill`.
 
         Raises:
             NotFiniteError: the model returns a NaN or an infinity.
         """
         device, longest, read = self.backbone.device, max(map(len, prompts)), []
         for prompt, ids in enumerate(prompts):
-            read.append(state := prefill(self.backbone.model, [ids]))
+            read.append(state := prefill(self.backbone.model, [ids], length))
             if not state.finite:  # a key or value that is not finite nearly always shows in the logits
                 bad = (i for i, pair in sorted(state.layers.items()) if not all(x.isfinite().all() for x in pair))
                 layer = next(bad, None)
@@ -249,11 +258,15 @@ class SharedPrefillEngine:
                 steps += 1
         decoder.require_read(steps)
 
-    def forward(self, tokens: list[list[int]], first: list[int]) -> Tensor:
-        """Computes logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N]."""
+    def forward(self, tokens: list[list[int]], first: list[int], length: int | None = None) -> Tensor:
+        """Computes logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N], in
+        texts that end with them or, with `length`, have this number of tokens.
+        """
         ids = torch.tensor(tokens, device=self.backbone.device)
+        lengths = [length or start + ids.shape[1] for start in first]
         positions = torch.tensor(first, device=ids.device).unsqueeze(1) + torch.arange(ids.shape[1], device=ids.device)
-        return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
+        with nullcontext() if self.frequencies is None else text_lengths(self.backbone.model, lengths):
+            return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
     def not_finite(self, prompt: int, of: str, arm: ArmSpec, place: str = "") -> NotFiniteError:
         """Builds the error for logits under an arm that are not finite."""
@@ -312,8 +325,10 @@ class ForcedDecoder:
 
     Args:
         engine: holds the backbone, the arms and their maps.
-        prefix: tokens that are read exactly.
+        tokens: the prefix, which is read exactly.
         layers: of the prefix, if it was read already.
+        text_length: tokens of the whole text, as it was read; None for a text that ends with each continuation. It
+            matters for models whose rotary frequencies depend on it: the prefix is read again where they change.
 
     Raises:
         NotFiniteError: the prefill, or a summary of it, is not finite.
@@ -321,11 +336,23 @@ class ForcedDecoder:
 
     @torch.no_grad()
     def __init__(
-        self, engine: SharedPrefillEngine, prefix: Sequence[int], layers: Sequence[PrefixLayer] | None = None
+        self,
+        engine: SharedPrefillEngine,
+        tokens: Sequence[int],
+        layers: Sequence[PrefixLayer] | None = None,
+        text_length: int | None = None,
     ) -> None:
-        self.engine, self.length = engine, len(prefix)
-        self.prefix = engine.read([list(prefix)])[0] if layers is None else layers
+        self.engine, self.tokens, self.length, self.text_length = engine, list(tokens), len(tokens), text_length
+        self.read_at = text_length or self.length
+        self.prefix = engine.read([self.tokens], self.read_at)[0] if layers is None else layers
         self.summaries = engine.summaries(self.prefix)
+
+    def _read_as_of(self, length: int) -> None:
+        """Reads the prefix again if the model's frequencies are others in a text of `length` tokens."""
+        frequencies = self.engine.frequencies
+        if frequencies is not None and not frequencies.same(self.read_at, length):
+            self.prefix, self.read_at = self.engine.read([self.tokens], length)[0], length
+            self.summaries = self.engine.summaries(self.prefix)
 
     def k(self, arm: ArmSpec) -> int:
         """Returns the number of mid-region tokens that an arm retrieves per query head and step."""
@@ -334,6 +361,7 @@ class ForcedDecoder:
     @torch.no_grad()
     def full(self, tokens: Sequence[int]) -> tuple[Tensor, Layers]:
         """Returns logits [T, V] of full attention after each token, and the tokens' keys and values under it."""
+        self._read_as_of(self._text_length(tokens))
         decoder = self._decoder([ArmSpec("full")], len(tokens))
         (full,) = decoder.parts
         full.masked = True
@@ -351,6 +379,7 @@ class ForcedDecoder:
             NotFiniteError: a logit is not finite; names the arm and the layer.
             RuntimeError: an attention layer bypassed the hook.
         """
+        self._read_as_of(self._text_length(tokens))
         size = max(1, ROWS // len(tokens))
         for start in range(0, len(arms), size):
             yield from self._logits(self._decoder(arms[start : start + size], len(tokens), dense), tokens)
@@ -359,7 +388,12 @@ class ForcedDecoder:
     def greedy(self, first: int, limit: int) -> list[int]:
         """Returns up to `limit` tokens that full attention appends to the prefix and the token `first`; an
         end-of-sequence token is the last.
+
+        Raises:
+            ValueError: the model's rotary frequencies change within the text.
         """
+        require_read_once(self.engine.backbone.model, self.length + 1, self.length + limit)
+        self._read_as_of(self.length + 1)
         batch = _Batch([first], [limit + 1], 1, end_tokens(self.engine.backbone.model), None)
         self.engine.decode(self._decoder([ArmSpec("full")], limit), batch, [self.length])
         return batch.tokens[0][0][1:]
@@ -396,4 +430,8 @@ class ForcedDecoder:
 
     def _forward(self, handler: Handler, num_arms: int, tokens: Sequence[int]) -> Tensor:
         with attention_hook(self.engine.backbone.model, handler, hybrid=True):
-            return self.engine.forward([list(tokens)] * num_arms, [self.length] * num_arms)
+            length = self._text_length(tokens)
+            return self.engine.forward([list(tokens)] * num_arms, [self.length] * num_arms, length)
+
+    def _text_length(self, tokens: Sequence[int]) -> int:
+        return self.text_length or self.length + len(tokens)

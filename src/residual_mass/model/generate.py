@@ -34,11 +34,13 @@ from residual_mass.model.hook import (
     prefill,
     require_plain,
     text_config,
+    weights_stay_on,
 )
 from residual_mass.model.packed import PackedCache, Session, kernels_for, packing_of
 from residual_mass.model.partial import make_arm, partial_kv, require_maps, require_steps
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.prefix import retrieved_by
+from residual_mass.model.rotary import Frequencies, frequencies_of
 from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 
 MOST = BLOCK - 1
@@ -105,7 +107,8 @@ def partial_generate(
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
     require_maps(arm, phi)
-    prompt, ends = input_ids.to(device_of(model)), end_tokens(model, eos_token_id)
+    device, ends = device_of(model), end_tokens(model, eos_token_id)
+    prompt = input_ids.to(device)
     options = {
         "attention_mask": torch.ones_like(prompt), "max_new_tokens": max_new_tokens, "do_sample": False,
         "num_beams": 1, "eos_token_id": list(ends) or None, "pad_token_id": next(iter(ends), 0),
@@ -127,7 +130,9 @@ def partial_generate(
             decoder.prepare()
         return torch.cat((text, decoder.run(first, ends)), dim=1)
 
-    in_buffers = verify is None and arm.rule.fused and not kernels_for(model, arm.rule)
+    # Buffers are on one device and hold keys of the same frequencies, and their attention is computed in float32.
+    fits = frequencies_of(model) is None and weights_stay_on(model, device) and model.dtype != torch.float64
+    in_buffers = verify is None and arm.rule.fused and fits and not kernels_for(model, arm.rule)
     options["custom_generate"] = static if in_buffers else decoding
     return model.generate(prompt, return_dict_in_generate=False, **options)
 
@@ -156,8 +161,8 @@ def partial_decoding(
     Args:
         method, budget, phi, num_sink, num_tail: as for `partial_kv`.
         verify: tokens to draft between two passes of full attention, 1 to 63; "auto" chooses the number for every pass
-            by the drafts accepted and the times measured so far. Except for logits that tie within rounding, the greedy
-            text does not depend on it; a sampled text's distribution does not depend on it.
+            by the drafts accepted and the times measured so far. Except for logits that tie within rounding (to 8 bits
+            over a packed cache), the greedy text does not depend on it, and neither does a sampled one's distribution.
         passes: list to which the record of each pass is appended.
         streamer: receives the prompt and every token, because `generate` passes its own to no `custom_generate`.
 
@@ -190,11 +195,12 @@ def partial_decoding(
             return (_plain if verify is None else _verified)(model, input_ids, streamer=streamer, **options)
 
     def _plain(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
-        cache = options.get("past_key_values")
+        cache, config = options.get("past_key_values"), options["generation_config"]
         if not isinstance(cache, PackedCache):
             if cache is not None and cache.get_seq_length() > 0:
                 raise ValueError("partial_decoding has to read the prompt itself: leave past_key_values out")
-            cache = PackedCache(model, rule) if kernels_for(model, rule) else None
+            serves = kernels_for(model, rule) and _read_once(model, input_ids, config)
+            cache = PackedCache(model, rule) if serves else None
         if cache is not None:
             options["past_key_values"] = cache
         with partial_kv(model, rule, budget, phi, num_sink, num_tail, cache=cache):
@@ -210,10 +216,16 @@ def partial_decoding(
         with partial_kv(model, rule, budget, phi, num_sink, num_tail, cache=packed) as session:
             return Verified(
                 model, session, cache, Pace(verify), [] if passes is None else passes, generation_config,
-                logits_processor, stopping_criteria, streamer,
+                logits_processor, stopping_criteria, streamer, frequencies_of(model),
             ).generate(input_ids)  # fmt: skip
 
     return decode
+
+
+def _read_once(model: PreTrainedModel, ids: Tensor, config: GenerationConfig) -> bool:
+    """Returns whether a text keeps its rotary frequencies, so that what is packed of the prompt is not packed again."""
+    frequencies, last = frequencies_of(model), config.max_length
+    return frequencies is None or (last is not None and frequencies.same(ids.shape[1], last - 1))
 
 
 def cache_to_crop(model: PreTrainedModel, rule: Method, given: Cache | None) -> Cache:
@@ -257,7 +269,7 @@ def accepted_or_drawn(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, bo
         The token [1], and whether the drafted one was accepted.
     """
     full, draft = float(p[drafted]), float(q[drafted])
-    if full >= draft or (full > 0 and float(torch.rand((), dtype=torch.float64)) * draft < full):
+    if full >= draft or (full > 0 and float(torch.rand((), dtype=torch.float64, device="cpu")) * draft < full):
         return drafted, True
     rest = (p - q).clamp_min(0)
     return drawn(rest if bool(rest.any()) else p), False  # rest is 0 if p and q differ only by rounding errors
@@ -324,6 +336,8 @@ class Verified:
     Attributes:
         cache: between passes, full attention's keys and values of all tokens except the newest.
         passes: list to which the record of each pass is appended.
+        frequencies: of the model, if they depend on the length of the text. A pass reads tokens at once whose
+            frequencies full attention has one by one, so no draft goes to where they change.
     """
 
     model: PreTrainedModel
@@ -335,21 +349,24 @@ class Verified:
     processor: LogitsProcessorList
     criteria: StoppingCriteriaList
     streamer: BaseStreamer | None
+    frequencies: Frequencies | None = None
     scores: tuple[Tensor, ...] = ()
     logits: tuple[Tensor, ...] = ()
 
     def generate(self, ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
         """Continues the text [1, L], whose beginning is in the cache; returns what `model.generate` returns."""
-        with self.session.doing("reading"):
-            for piece in ids[:, self.cache.get_seq_length() :].split(self.config.prefill_chunk_size or ids.shape[1], 1):
-                logits = self._read(piece, logits_to_keep=1)
-        ids, _, done = self._taken(ids, logits, [], [])
+        ids, done = self._begun(ids)
         ends = end_tokens(self.model, [] if self.config.eos_token_id is None else self.config.eos_token_id)
         while not done:
+            if self._dropped(ids):
+                ids, done = self._begun(ids)
+                continue
             length, limit = ids.shape[1] - 1, self.criteria.max_length
             count = self.pace.drafts()
             if limit is not None:
                 count = min(count, limit - ids.shape[1] - 1)
+            if self.frequencies is not None and (room := self.frequencies.room(ids.shape[1])) is not None:
+                count = min(count, room)
             if isinstance(self.cache, PackedCache):
                 self.cache.reserve(count + 1)
             text, expected, started = ids, [], time.perf_counter()
@@ -373,6 +390,38 @@ class Verified:
             sequences=ids, scores=self.scores if self.config.output_scores else None,
             logits=self.logits if self.config.output_logits else None, past_key_values=self.cache,
         )  # fmt: skip
+
+    def _begun(self, ids: Tensor) -> tuple[Tensor, bool]:
+        """Reads the tokens that the cache lacks as a prompt, all of them where the model drops the cache. Returns the
+        text with the next token, and whether it has ended.
+        """
+        piece = self.config.prefill_chunk_size or ids.shape[1]
+        if self._dropped(ids):
+            self._empty()
+        if self.frequencies is not None and not self.frequencies.grows:
+            piece = ids.shape[1]  # whose tokens have the same frequencies
+        with self.session.doing("reading"):
+            for tokens in ids[:, self.cache.get_seq_length() :].split(piece, 1):
+                logits = self._read(tokens, logits_to_keep=1)
+        ids, _, done = self._taken(ids, logits, [], [])
+        return ids, done
+
+    def _dropped(self, ids: Tensor) -> bool:
+        """Returns whether `generate` would drop the cache before it reads this text, as models with LongRoPE do."""
+        held = self.cache.get_seq_length()
+        if self.frequencies is None or self.frequencies.same(held, ids.shape[1]):
+            return False
+        inputs = self.model.prepare_inputs_for_generation(
+            ids, past_key_values=self.cache, attention_mask=torch.ones_like(ids), use_cache=True
+        )
+        return inputs.get("past_key_values") is None or self.cache.get_seq_length() < held
+
+    def _empty(self) -> None:
+        """Empties the cache."""
+        if isinstance(self.cache, PackedCache):
+            self.cache.reset()
+        else:
+            self._crop(self.cache.get_seq_length())
 
     def _taken(
         self, ids: Tensor, logits: Tensor, drafts: list[Tensor], expected: list[Tensor]
@@ -423,10 +472,12 @@ def require_one_plain_prompt(ids: Tensor, cache: Cache, options: dict[str, Any],
     if more := sorted(name for name, value in options.items() if name not in READ and value is not None):
         raise ValueError(f"verify reads only token ids: leave out {', '.join(more)}")
     mask, positions = options.get("attention_mask"), options.get("position_ids")
+    if positions is not None:
+        in_order = torch.arange(positions.shape[-1], device=positions.device)
     if (
         getattr(config, "_mask_length", ids.shape[1]) != ids.shape[1]  # of an omitted mask that hides nothing
         or (mask is not None and (mask.shape != ids.shape or not bool(mask.all())))
-        or (positions is not None and bool((positions.cpu() != torch.arange(positions.shape[-1])).any()))
+        or (positions is not None and bool((positions != in_order).any()))
     ):
         raise ValueError(
             "verify takes a prompt without padding or custom positions; input_ids must hold the whole text of all turns"

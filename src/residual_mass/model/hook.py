@@ -24,6 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from residual_mass.model.rotary import text_lengths
+
 if TYPE_CHECKING:
     from residual_mass.study.specs import BackboneSpec
 
@@ -233,7 +235,28 @@ def _attention_with_sinks(
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    return next(model.parameters()).device
+    """Returns the device that token ids go to, that of the input embedding while the model runs.
+
+    Raises:
+        ValueError: the weights are on the meta device, and no hook of accelerate loads them for a pass.
+    """
+    embedding = model.get_input_embeddings()
+    for module in (embedding, model):
+        hook = getattr(module, "_hf_hook", None)  # of accelerate, which moves offloaded weights there for a pass
+        for each in (hook, *getattr(hook, "hooks", ())):
+            if getattr(each, "execution_device", None) is not None:
+                return torch.device(each.execution_device)
+    device = next(embedding.parameters()).device
+    if device.type == "meta":
+        raise ValueError(
+            f"{type(model).__name__} has no weights, because it is on the meta device: load them with from_pretrained"
+        )
+    return device
+
+
+def weights_stay_on(model: PreTrainedModel, device: torch.device) -> bool:
+    """Returns whether all weights are on a device between passes: they are neither offloaded nor on several devices."""
+    return all(parameter.device == device for parameter in model.parameters())
 
 
 @torch.compiler.disable  # handlers keep states in Python, which a compiled graph would not see change
@@ -283,16 +306,21 @@ class Prefill(NamedTuple):
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
-    """Reads prompts of equal length in one pass; computes logits only at the last position."""
+def prefill(model: PreTrainedModel, prompts: list[list[int]], length: int | None = None) -> Prefill:
+    """Reads prompts of equal length in one pass; computes logits only at the last position.
+
+    Args:
+        length: tokens of the whole text, of which the prompts are the beginning; None for the prompts' own. It matters
+            for models whose rotary frequencies depend on it.
+    """
     layers = {}
 
     def kept(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
         layers[module.layer_idx] = key, value
         return exact_attention(module, query, key, value, *rest)
 
-    with attention_hook(model, kept, hybrid=True):
-        inputs = torch.tensor(prompts, device=device_of(model))
+    inputs = torch.tensor(prompts, device=device_of(model))
+    with attention_hook(model, kept, hybrid=True), text_lengths(model, [length or inputs.shape[1]] * len(inputs)):
         logits = model(inputs, use_cache=False, logits_to_keep=1).logits
     return Prefill(layers, *greedy(logits))
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -39,10 +40,16 @@ from residual_mass.model.prefix import (
     build_prefix,
     map_heads,
     merge_with_prefix,
+    own_precision,
     prefix_terms,
     rows_of_heads,
     summarise_prefix,
 )
+
+WATCHED = ("_prefill", "_validate_generation_mode", "prepare_inputs_for_generation")
+"""Methods of a model that `generate` calls, and that a context replaces."""
+STAYS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.DOLA_GENERATION)
+"""Modes of `generate` in which every row keeps its own tokens."""
 
 
 @contextmanager
@@ -72,7 +79,7 @@ def partial_kv(
         num_sink, num_tail: first and last positions of the prompt that are always exact.
         fold: None reads every generated token exactly. A number folds that many of the oldest into the prompt whenever
             more than twice as many are unfolded: they are retrieved and estimated like the prompt's tokens, and the
-            budget is a share of both. Not for beams, which exchange generated tokens between rows.
+            budget is a share of both. Refused for beams, which exchange generated tokens between rows.
         cache: None keeps transformers' own cache. A `PackedCache`, which `generate` needs as `past_key_values` too,
             holds packed keys and values for compiled steps. It takes no `fold`, because it folds in blocks by itself.
 
@@ -85,7 +92,7 @@ def partial_kv(
     Raises:
         ValueError: the method is unknown, the budget out of range, the maps are missing, not needed or of another head
             shape, the model is not supported or already hooked, or `cache` is for another method; `generate` runs
-            without a cache, with drafts, or with guidance by a second text.
+            without a cache, with drafts, with guidance by a second text, or by beams with `fold` or `cache`.
     """
     session: Session = partial_session(model, method, budget, phi, num_sink, num_tail, fold)
     if cache is not None:
@@ -131,13 +138,18 @@ def partial_session(
 
 @contextmanager
 def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None]:
-    """Refuses modes of `generate` that would run by full attention, and marks the session while `generate` reads a
-    prompt, whose last chunk may be a single token.
+    """Refuses modes of `generate` that would run by full attention or take the state of another row, and marks the
+    session while `generate` reads a prompt, whose last chunk may be a single token.
+
+    Models with LongRoPE drop the cache where their frequencies change, and read the whole text again. A `PackedCache`
+    is emptied then and takes that text, because a cache that transformers makes itself would not be packed.
     """
-    read, validate = (getattr(model, name, None) for name in ("_prefill", "_validate_generation_mode"))
+    read, validate, inputs_for = (getattr(model, name, None) for name in WATCHED)
+    packed = session.cache if isinstance(session, PackedSession) else None
 
     def checked(mode: GenerationMode, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
         require_steps(config, mode, session.arm.rule)
+        require_own_rows(mode, session)
         if config.prefill_chunk_size is not None and read is None:  # as in transformers 4
             raise ValueError("partial_kv reads a prompt in one piece with this transformers: unset prefill_chunk_size")
         validate(mode, config, *args, **kwargs)
@@ -146,6 +158,16 @@ def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None
         with session.doing("reading"):
             return read(*args, **kwargs)
 
+    @wraps(inputs_for)
+    def kept(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = inputs_for(*args, **kwargs)
+        if kwargs.get("past_key_values") is packed and inputs.get("past_key_values") is None:
+            packed.reset()
+            inputs["past_key_values"] = packed
+        return inputs
+
+    if packed is not None and inputs_for is not None:
+        model.prepare_inputs_for_generation = kept
     if read is not None:
         model._prefill = marked
     if validate is not None:
@@ -153,7 +175,7 @@ def _generate_watched(model: PreTrainedModel, session: Session) -> Iterator[None
     try:
         yield
     finally:
-        for name in ("_prefill", "_validate_generation_mode"):
+        for name in WATCHED:
             vars(model).pop(name, None)
 
 
@@ -168,6 +190,20 @@ def require_steps(config: GenerationConfig, mode: GenerationMode, rule: Method) 
         raise ValueError("partial_kv needs the cache: without it every step reads the whole text exactly")
     if config.guidance_scale not in (None, 1):
         raise ValueError("partial_kv reads one text, but guidance_scale needs a second one: leave it out")
+
+
+def require_own_rows(mode: GenerationMode, session: Session) -> None:
+    """Raises ValueError if `generate` moves rows between steps, and states of a row cannot move with its tokens."""
+    if mode in STAYS:
+        return
+    name = mode.value.replace("_", " ")
+    if isinstance(session, PackedSession):
+        raise ValueError(f"a PackedCache does not follow {name}, which moves rows: generate with num_beams=1")
+    if isinstance(session, PartialSession) and session.fold is not None:
+        raise ValueError(
+            f"fold joins tokens to the summaries of a row, but {name} moves rows between steps: leave fold out, or "
+            "generate greedily or by sampling, with num_beams=1"
+        )
 
 
 def make_arm(method: str | Method, budget: float | str | None) -> Arm:
@@ -225,7 +261,8 @@ class PartialSession(Session):
         self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
         if self.arm.is_full:
             return exact_attention(module, query, key, value, mask, scale)
-        return self._attend(module, query, key[:, :, :filled], value[:, :, :filled], scale)
+        with own_precision(query):
+            return self._attend(module, query, key[:, :, :filled], value[:, :, :filled], scale)
 
     def _attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Computes attention [N, 1, Hq, D] of one new token per row, query [N, Hq, 1, D], to all columns."""

@@ -18,11 +18,13 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from transformers import PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import atomic_write, sha256_of
 from residual_mass.methods.arms import ArmSpec
+from residual_mass.model.hook import device_of
 
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
 
@@ -64,18 +66,19 @@ class PhiMaps(nn.Module):
         self.query = nn.ModuleList(_make(map_spec, shape.query_heads, shape.head_dim) for _ in range(shape.layers))
         self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
 
-    def on(self, model: nn.Module) -> PhiMaps:
+    def on(self, model: PreTrainedModel) -> PhiMaps:
         """Returns these maps if they are on the model's device and have its precision or a higher one, otherwise a copy
         that does (`to` would change the caller's maps).
         """
-        own, other = next(self.parameters()), next(model.parameters())
-        where = (other.device, torch.promote_types(own.dtype, other.dtype))
+        own = next(self.parameters())
+        where = (device_of(model), torch.promote_types(own.dtype, model.dtype))
         return self if (own.device, own.dtype) == where else copy.deepcopy(self).to(*where)
 
     @torch.no_grad()
     def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:
         """Returns (phi_q, phi_k) of every layer with consecutive linear layers multiplied out, for decoding."""
-        return [(q.fold(), k.fold()) for q, k in zip(self.query, self.key, strict=True)]
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return [(q.fold(), k.fold()) for q, k in zip(self.query, self.key, strict=True)]
 
     def require(self, shape: HeadShape, model_id: str | None = None, revision: str | None = None) -> None:
         """Raises ValueError unless these maps fit a backbone's shape and, if given, its model id and revision."""
@@ -97,6 +100,7 @@ class PhiMaps(nn.Module):
         write_safetensors(path, self.state_dict(), {MAPS_HEADER: json.dumps(facts, sort_keys=True)})
 
     @classmethod
+    @torch.inference_mode(False)  # so that maps that are loaded in inference mode can be used outside of it
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> PhiMaps:
         """Loads maps without gradients; raises ValueError if the file is missing, damaged or holds something else."""
         path = Path(path)
@@ -111,15 +115,15 @@ class PhiMaps(nn.Module):
             if shape.layers > len(tensors):  # a damaged number would build millions of them
                 raise ValueError(f"{shape.layers} layers, but {len(tensors)} tensors")
             with torch.device("meta"):
-                expected = {name: (t.shape, t.dtype) for name, t in cls(shape, map_spec).state_dict().items()}
+                maps = cls(shape, map_spec, training)
+            expected = {name: (t.shape, t.dtype) for name, t in maps.state_dict().items()}
         except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: its header is damaged ({error}); {remedy}") from None
         if expected != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
             raise ValueError(f"{path}: tensors do not fit the head shape in the header; {remedy}")
         if not_finite := [name for name, t in tensors.items() if not t.isfinite().all()]:
             raise ValueError(f"{path}: {not_finite[0]} holds values that are not finite; {remedy}")
-        maps = cls(shape, map_spec, training)
-        maps.load_state_dict(tensors)
+        maps.load_state_dict(tensors, assign=True)
         maps.sha256 = sha256_of(path)
         return maps.to(device).requires_grad_(False)
 

@@ -78,8 +78,8 @@ class PrefixLayer:
     """Summaries of selectors, computed at first use."""
     span: Span | None = None
     """None if the real columns may have gaps."""
-    summarised: int | None = None
-    """Number of columns that the summaries were computed from; None for all."""
+    summarised: Tensor | None = None
+    """[E], tokens of the mid-region that each row's summaries were computed from; None for all."""
 
     def state(self, residual: Residual) -> tuple[Tensor, ...]:
         if residual not in self.states:
@@ -96,15 +96,18 @@ class PrefixLayer:
         """Builds the prefix with further columns, and updates the summaries. The tail anchors are those of the new
         prefix; tail anchors of the old prefix join the mid-region.
 
-        Updates keep the clusters, channels and groups that a summary was computed with. Once the number of columns
-        between the anchors has doubled, summaries are computed again from all keys.
+        Updates keep the clusters, channels and groups that a summary was computed with. Once the mid-region of a row
+        has doubled, the summaries of this row are computed again from all its keys, as they would be without the other
+        rows.
         """
         length = self.partition.mid.shape[-1]
-        layer, summarised = build_prefix(keys, values, real, anchors), self.summarised or length
-        fixed = anchors.sink + anchors.tail
-        if keys.shape[2] - fixed >= 2 * max(summarised - fixed, 0):
+        layer = build_prefix(keys, values, real, anchors)
+        now = layer.partition.mid.sum(-1).flatten()
+        then = self.partition.mid.sum(-1).flatten() if self.summarised is None else self.summarised
+        anew = now >= 2 * then
+        if anew.all():
             return layer
-        layer = replace(layer, summarised=summarised)
+        layer = replace(layer, summarised=torch.where(anew, now, then))
         start = max(0, length - anchors.tail)
         before = nn.functional.pad(self.partition.mid, (0, keys.shape[2] - length))
         joined = (layer.partition.mid & ~before)[:, :, 0, start:]
@@ -113,7 +116,22 @@ class PrefixLayer:
             layer.states[residual] = residual.update(state, new_keys, new_values, joined, start)
         for selector, summary in self.scanned.items():
             layer.scanned[selector] = selector.update(summary, promoted(keys), layer.partition.mid[:, :, 0], start)
+        if anew.any():
+            layer._summarise_again(anew.nonzero().flatten())
         return layer
+
+    def _summarise_again(self, rows: Tensor) -> None:
+        """Replaces the summaries of some rows [n] with those computed from all their keys."""
+        own = replace(self.at(rows), states={}, scanned={})
+
+        def with_own(whole: Any, parts: Any) -> Any:
+            mixed = [_with_rows(x, rows, part) for x, part in zip(whole, parts, strict=True)]
+            return type(whole)(*mixed) if hasattr(whole, "_fields") else tuple(mixed)
+
+        for residual, state in self.states.items():
+            self.states[residual] = with_own(state, own.state(residual))
+        for selector, summary in self.scanned.items():
+            self.scanned[selector] = with_own(summary, own.scan(selector))
 
     def at(self, examples: Tensor) -> PrefixLayer:
         """Selects examples, given as indices."""
@@ -132,6 +150,14 @@ class PrefixLayer:
             scanned={selector: at(state) for selector, state in self.scanned.items()},
             span=self.span and Span(*at(self.span[:2]), self.span.anchors),
         )
+
+
+def _with_rows(whole: Tensor, rows: Tensor, part: Tensor) -> Tensor:
+    """Returns `whole` [E, ...] with some of its rows replaced by `part` [n, ...], which is smaller where an update has
+    appended clusters: a cluster without tokens is zero.
+    """
+    missing = [large - small for large, small in zip(whole.shape[1:], part.shape[1:], strict=True)]
+    return whole.index_copy(0, rows, nn.functional.pad(part, [n for size in reversed(missing) for n in (0, size)]))
 
 
 @dataclass(frozen=True)
@@ -347,6 +373,11 @@ def seen_by_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> It
         queries, threshold, indices, valid, unread, exact, scanned = own
         read, values = Selected(indices, valid), promoted(layer.values)
         yield residual, rows, Seen(queries, threshold, read, unread, exact, values, scanned, layer.partition.anchors)
+
+
+def own_precision(query: Tensor) -> torch.autocast:
+    """Returns a context in which terms are computed in float32 or wider within the caller's autocast, too."""
+    return torch.autocast(query.device.type, enabled=False)
 
 
 def map_heads(feature_map: Map, x: Tensor) -> Tensor:

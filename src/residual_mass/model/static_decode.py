@@ -32,7 +32,8 @@ from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, QuantisedScan, method_named
 from residual_mass.model.hook import Prefill, attention_hook, device_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.model.prefix import Map, map_heads
+from residual_mass.model.prefix import Map, map_heads, own_precision
+from residual_mass.model.rotary import require_read_once
 
 
 def fill_buffers(read: Sequence[Prefill], steps: int) -> list[DecodeCache]:
@@ -83,7 +84,8 @@ class StaticDecoder:
         attention: `decode_attention` of the torch path or of Triton's; None takes the faster that works here.
 
     Raises:
-        ValueError: the method is unknown or has no fast step; maps are missing or have another shape.
+        ValueError: the method is unknown or has no fast step; maps are missing or have another shape; the model's
+            rotary frequencies change within the text.
     """
 
     @torch.no_grad()
@@ -100,6 +102,7 @@ class StaticDecoder:
     ) -> None:
         self.model, self.rule, self.k, self.anchors, self.steps = model, fused_method(method), k, anchors, steps
         self.device = device_of(model)
+        require_read_once(model, caches[0].length, caches[0].length + steps)
         maps: list[tuple[Map | None, Map | None]] = [(None, None)] * len(caches)
         if self.rule.needs_maps:
             if phi is None:
@@ -138,17 +141,18 @@ class StaticDecoder:
             keys, values = cache.keys[:, :, :filled], cache.values[:, :, :filled]
             output = F.scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=True)
             return output.transpose(1, 2)
-        output = self.attention(
-            query.squeeze(2),
-            cache,
-            self._log_query(module.layer_idx, query),
-            k=self.k,
-            sink=self.anchors.sink,
-            tail=self.anchors.tail,
-            subtracts=self.rule.subtracts,
-            scale=scale,
-            **self.shared,
-        )
+        with own_precision(query):
+            output = self.attention(
+                query.squeeze(2),
+                cache,
+                self._log_query(module.layer_idx, query),
+                k=self.k,
+                sink=self.anchors.sink,
+                tail=self.anchors.tail,
+                subtracts=self.rule.subtracts,
+                scale=scale,
+                **self.shared,
+            )
         return output.unsqueeze(1).to(query.dtype)
 
     def _log_query(self, layer: int, query: Tensor) -> Tensor | None:

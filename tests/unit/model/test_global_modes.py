@@ -1,0 +1,131 @@
+"""Global modes of torch that callers may have set: the default dtype and device, inference mode, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import tiny_llama
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from residual_mass import PhiMaps, partial_generate, partial_kv
+from residual_mass.core.feature_maps import orthogonal_directions
+from residual_mass.core.settings import MapSpec
+from residual_mass.methods import METHODS, Method
+from residual_mass.model.phi_maps import HeadShape
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager]] = {
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float16": lambda: default_dtype(torch.float16),
+    "float64": lambda: default_dtype(torch.float64),
+    "inference": torch.inference_mode,
+    "elsewhere": lambda: torch.device("meta"),  # a tensor made there by default has no numbers
+}
+modes = pytest.mark.parametrize("mode", MODES)
+AUTOCAST = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}
+
+
+@cache
+def model() -> PreTrainedModel:
+    made = tiny_llama(layers=2).requires_grad_(False)
+    made.generation_config.eos_token_id = None
+    return made
+
+
+@cache
+def maps() -> PhiMaps:
+    torch.manual_seed(3)
+    return PhiMaps(HeadShape.of(model().config), MapSpec(d_emb=12, d_phi=4)).requires_grad_(False)
+
+
+def texts(method: Method) -> list[Tensor]:
+    """Of generation that folds tokens, of the fastest step, and of verified drafts."""
+    generator = torch.Generator("cpu").manual_seed(2)
+    ids = torch.randint(2, 258, (1, 60), generator=generator, device="cpu")
+    phi = maps() if method.needs_maps else None
+    settings = {"method": method, "budget": 0.4, "phi": phi}
+    with partial_kv(model(), **settings, fold=2):
+        made = model().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    found = [made, partial_generate(model(), ids, max_new_tokens=4, **settings)]
+    if not method.whole_prefix:
+        found.append(partial_generate(model(), ids, max_new_tokens=6, verify=2, **settings))
+    return found
+
+
+@cache
+def expected(method: Method) -> list[Tensor]:
+    return texts(method)
+
+
+@modes
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)
+def test_texts_do_not_depend_on_them(mode: str, method: Method) -> None:
+    without = expected(method)
+    with MODES[mode]():
+        found = texts(method)
+    for ours, theirs in zip(found, without, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("method", [one for one in METHODS if not one.whole_prefix], ids=lambda one: one.name)
+@torch.no_grad()
+def test_attention_of_a_step_is_computed_in_float32_under_autocast(method: Method) -> None:
+    """On the same queries, keys and values: autocast changes those that the model computes."""
+    layer = model().model.layers[0].self_attn
+    generator = torch.Generator().manual_seed(4)
+    query, new = (torch.randn(1, heads, 61, 16, generator=generator) for heads in (4, 2))
+    value = torch.randn(1, 2, 61, 16, generator=generator)
+    outputs = []
+    for enabled in (False, True):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+            partial_kv(model(), method, 0.4, maps() if method.needs_maps else None) as session,
+        ):
+            session(layer, *(x[:, :, :60] for x in (query, new, value)), None, 0.25)
+            outputs.append(session(layer, query[:, :, 60:], new, value, None, 0.25))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("mode", MODES | AUTOCAST)
+@pytest.mark.parametrize(
+    "spec", [MapSpec(d_emb=12, d_phi=4), MapSpec(kind="hedgehog", d_phi=4)], ids=["own", "hedgehog"]
+)
+def test_maps_are_written_and_read_as_without_them(mode: str, spec: MapSpec, tmp_path: Path) -> None:
+    shape = HeadShape(layers=2, query_heads=4, kv_heads=2, head_dim=6)
+    torch.manual_seed(0)
+    made = PhiMaps(shape, spec, {"model_id": "m"})
+    made.save(tmp_path / "without")
+    with (MODES | AUTOCAST)[mode]():
+        loaded = PhiMaps.load(tmp_path / "without")
+        loaded.save(tmp_path / "within")
+        own = PhiMaps(shape, spec)
+    assert (tmp_path / "without").read_bytes() == (tmp_path / "within").read_bytes()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, made.state_dict()[name]) and not tensor.is_inference() and not tensor.requires_grad
+    assert {tensor.dtype for tensor in own.state_dict().values()} == {torch.float32}
+
+
+@modes
+def test_random_directions_are_the_same(mode: str) -> None:
+    def drawn() -> Tensor:
+        return orthogonal_directions(2, 8, 4, torch.Generator("cpu").manual_seed(1))
+
+    without = drawn()
+    with MODES[mode]():
+        assert torch.equal(drawn(), without)
