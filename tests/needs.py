@@ -75,6 +75,18 @@ def _has_kernels() -> bool:
     return (Path(residual_mass.__file__).parent / "kernels" / "_portable.so").exists()
 
 
+def _has_bfloat16_attention() -> bool:
+    """Whether torch's own attention in bfloat16 runs: on CPUs with AMX it fails if torch is held to older instructions."""
+    import torch
+
+    query = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _major(package: str) -> int:
     return int(version(package).partition(".")[0])
 
@@ -85,6 +97,7 @@ GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gp
 COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++") is not None)
 KERNELS = Need("without compiled kernels", "make install where a C++ compiler is", _has_kernels)
 KVPRESS = Need("without kvpress", "pip install kvpress==0.5.5", lambda: find_spec("kvpress") is not None)
+BFLOAT16 = Need("where torch's own attention fails in bfloat16", "unset ATEN_CPU_CAPABILITY", _has_bfloat16_attention)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
 TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)

