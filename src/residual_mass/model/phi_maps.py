@@ -40,7 +40,8 @@ class HeadShape:
 
     @classmethod
     def of(cls, config: Any) -> HeadShape:
-        """Reads the shape from a transformers model configuration."""
+        """Reads the shape from a transformers model configuration; of one with images or sound, that of the text."""
+        config = config.get_text_config(decoder=True)
         query_heads = config.num_attention_heads
         if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # latent attention: a key for every head
             return cls(config.num_hidden_layers, query_heads, query_heads, plain + config.qk_rope_head_dim)

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import TINY, byte_tokenizer, tiny_llama
-from transformers import LlamaModel, LlavaConfig, T5Config
+from transformers import LlamaConfig, LlamaModel, LlavaConfig, T5Config
 
 from residual_mass.measure.distances import find_model
 from residual_mass.model.loading import load_backbone
+from residual_mass.model.phi_maps import HeadShape
 from residual_mass.study.specs import BackboneSpec
 
 CPU = torch.device("cpu")
@@ -187,3 +188,8 @@ def test_random_weights_need_a_language_model_too(tmp_path: Path, monkeypatch: p
     T5Config(architectures=["T5Model"]).save_pretrained(folder)
     with pytest.raises(ValueError, match="T5Model has an encoder"):
         load_backbone(spec, tmp_path, CPU)
+
+
+def test_the_shape_of_a_model_with_images_is_that_of_its_text() -> None:
+    text = LlamaConfig(hidden_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
+    assert HeadShape.of(LlavaConfig(text_config=text)) == HeadShape.of(text) == HeadShape(3, 6, 2, 16)
