@@ -111,7 +111,8 @@ def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
     if packing is None or library is None:
         raise ValueError(f"no kernels for {side}")
     cache = LayerCache(library, keys, values, [0], bits=packing.bits, clusters=packing.clusters)
-    cache.choose([retrieved_by(make_arm(side.method, side.budget), length, ANCHORS, None)], side.method.own is not None)
+    arm = make_arm(side.method, side.budget)
+    cache.choose(lambda count: retrieved_by(arm, count, ANCHORS, None), side.method.own is not None)
     return partial(cache.step, query, width**-0.5)
 
 

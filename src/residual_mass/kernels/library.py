@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 import torch  # first: the kernels take the OpenMP runtime that it has loaded
 from torch import Tensor
@@ -21,7 +22,7 @@ SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
 LAYOUT = 3
-"""Result of `layout` of a library that was built from these sources."""
+"""Result of `layout` of a library that was built from these sources; saved states of packed caches have it too."""
 WIDTHS = (64, 96, 128)
 """Supported head dimensions."""
 
@@ -54,6 +55,12 @@ class Library:
             getattr(self._functions, name).restype = ctypes.c_int64
         self._scratch = threading.local()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Library:
+        return self  # functions and scratch memory, which copies of a cache share
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError("a PackedCache cannot be pickled: write it by `save`, and read it by `load`")
+
     def best_target(self) -> str:
         """Returns the best target for this CPU."""
         return TARGETS[self._functions.target()]
@@ -72,7 +79,7 @@ class Library:
         """Returns the address of `need` bytes of scratch memory."""
         scratch = getattr(self._scratch, "bytes", None)
         if scratch is None or len(scratch) < need:
-            scratch = self._scratch.bytes = torch.empty(need + need // 4, dtype=torch.uint8)
+            scratch = self._scratch.bytes = torch.empty(need + need // 4, dtype=torch.uint8, device="cpu")
         return scratch.data_ptr()
 
     def call(self, name: str, *arguments: int | Tensor | None) -> None:

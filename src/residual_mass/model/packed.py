@@ -5,6 +5,7 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = prompt tokens, D
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from residual_mass.core.settings import AnchorSpec
 from residual_mass.kernels import LayerCache, Library, load
-from residual_mass.kernels.cache import BLOCK
-from residual_mass.kernels.library import WIDTHS
+from residual_mass.kernels.library import LAYOUT, WIDTHS
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.step_bytes import packing_of
@@ -104,7 +104,8 @@ class PackedCache(Cache):
     """Keys and values of a prompt and of later tokens, packed for the CPU kernels of a method.
 
     Pass it to `partial_kv` and, as `past_key_values`, to `model.generate` within that context. It can be used for
-    several turns, and `save` and `load` store its state on disk.
+    several turns, and `save` and `load` store its state on disk. `copy.deepcopy` makes a cache that goes on by itself,
+    for which another context is needed.
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method) -> None:
@@ -120,6 +121,7 @@ class PackedCache(Cache):
             )
         super().__init__(layers=[PackedLayer() for _ in range(text_config(model).num_hidden_layers)])
         self.packing, self.library = packing, library
+        self.shape = HeadShape.of(text_config(model))
 
     @property
     def nbytes(self) -> int:
@@ -141,26 +143,60 @@ class PackedCache(Cache):
             packed, numbers = layer.packed.state()
             tensors |= {f"{index}.{name}": tensor for name, tensor in packed.items()}
             sizes.append(numbers | {"tokens": layer.tokens})
-        header = json.dumps({"packing": vars(self.packing), "sizes": sizes})
+        header = json.dumps({"layout": LAYOUT, "packing": vars(self.packing), "sizes": sizes})
         write_safetensors(Path(path), tensors, {STATE: header})
 
     def load(self, path: str | Path) -> PackedCache:
-        """Reads the state that `save` wrote for the same model and method, and returns the cache.
+        """Reads the state that `save` wrote for the same model and method, and returns the cache. From there generation
+        goes on as it would have gone on without.
 
         Raises:
-            ValueError: the file is missing, damaged, or holds something else.
+            ValueError: the file is missing, damaged, or holds something else; the cache is as it was.
         """
         header, tensors = read_safetensors(Path(path))
         if STATE not in header:
-            raise ValueError(f"{path}: no state of a PackedCache")
-        stored = json.loads(header[STATE])
-        if stored["packing"] != vars(self.packing) or len(stored["sizes"]) != len(self.layers):
-            raise ValueError(f"{path}: the state of another model or method")
-        for index, (layer, sizes) in enumerate(zip(self.layers, stored["sizes"], strict=True)):
-            layer.tokens, layer.is_initialized = sizes.pop("tokens"), True
-            own = {name.split(".", 1)[1]: x for name, x in tensors.items() if name.startswith(f"{index}.")}
-            layer.packed = LayerCache.restored(self.library, own, sizes)
+            raise ValueError(f"{path}: no state of a PackedCache; give a file that its `save` wrote")
+        try:
+            stored = json.loads(header[STATE])
+            layout, packing, sizes = (stored.get(name) for name in ("layout", "packing", "sizes"))
+            if layout != LAYOUT:
+                raise ValueError(f"it has layout {layout}, and this version of the package reads layout {LAYOUT}")
+            if packing != vars(self.packing) or len(sizes) != len(self.layers):
+                raise ValueError("it is the state of another model or method")
+            by_layer: list[dict[str, Tensor]] = [{} for _ in sizes]
+            for name, tensor in tensors.items():
+                index, _, own = name.partition(".")
+                by_layer[int(index)][own] = tensor
+            columns = [own.pop("tokens") for own in sizes]
+            packed = [
+                LayerCache.restored(self.library, own, numbers) for own, numbers in zip(by_layer, sizes, strict=True)
+            ]
+            self._require_one_text(packed, columns)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: cannot be loaded as a state of this PackedCache ({error}); load it for the model and the "
+                "method that it was saved with, or read the prompt again and save it anew"
+            ) from None
+        for layer, own in zip(self.layers, packed, strict=True):
+            layer.packed, layer.tokens, layer.is_initialized = own, columns[0], True
         return self
+
+    def _require_one_text(self, packed: list[LayerCache], columns: list[int]) -> None:
+        """Raises ValueError unless layers are of this cache's model and method, and all of the same text."""
+        for index, layer in enumerate(packed):
+            if (layer.heads, layer.width) != (self.shape.kv_heads, self.shape.head_dim):
+                raise ValueError(
+                    f"it has {layer.heads} KV heads of width {layer.width}, and the model {self.shape.kv_heads} of "
+                    f"{self.shape.head_dim}"
+                )
+            if (layer.bits, layer.clusters) != (self.packing.bits, self.packing.clusters):
+                raise ValueError(f"layer {index} has {layer.bits} bits and {layer.clusters} clusters")
+            first = packed[0]
+            same = (layer.tokens, layer.sink, layer.tail) == (first.tokens, first.sink, first.tail)
+            if not same or columns[index] != columns[0]:
+                raise ValueError(f"layer {index} holds another number of tokens than layer 0")
+            if type(columns[0]) is not int or columns[0] < max(layer.tokens):
+                raise ValueError(f"its number of columns is {columns[0]!r}, below that of the tokens")
 
 
 @dataclass
@@ -195,15 +231,27 @@ class PackedSession(Session):
     """Packs prompts, then computes attention by the kernels."""
 
     cache: PackedCache
-    _chosen: dict[int, LayerCache] = field(default_factory=dict)
-    """Layers whose number of tokens to read was set, by index."""
+
+    def __post_init__(self) -> None:
+        wanted = self.anchors.sink, self.anchors.tail
+        for layer in self.cache.layers:
+            if layer.packed is not None and (layer.packed.sink, layer.packed.tail) != wanted:
+                raise ValueError(
+                    f"the PackedCache was made with num_sink={layer.packed.sink} and num_tail={layer.packed.tail}, not "
+                    f"{wanted[0]} and {wanted[1]}: give the same numbers, or read the prompt again into a new cache"
+                )
+        self.retrieved = functools.cache(lambda count: retrieved_by(self.arm, count, self.anchors, None))
+        """K of a row of so many tokens."""
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
         layer = self.cache.layers[module.layer_idx]
         if layer.given is not key:
-            raise ValueError("partial_kv has a PackedCache: pass it to the model too, as past_key_values")
+            raise ValueError(
+                "partial_kv has a PackedCache: pass it to the model too, as past_key_values; for a copy of it, open "
+                "another context with cache=copy"
+            )
         layer.given = None
         if layer.packed is None:
             output = exact_attention(module, query, key, value, mask, scale)
@@ -218,21 +266,18 @@ class PackedSession(Session):
         several = self.reading or self.verifying or query.shape[2] > 1
         if several and packed.batch > 1:
             raise ValueError("a further turn on a PackedCache takes one prompt, not several")
-        if several:  # all read every token before them, from both planes
-            if not self.verifying:
-                self._chosen.pop(module.layer_idx, None)
-            outputs = []
-            for q, k, v in zip(*(x.split(BLOCK, dim=2) for x in (query, key, value)), strict=True):
-                packed.extend(k, v)
-                outputs.append(packed.attend(q, scale)[0].transpose(1, 2))
-            return torch.cat(outputs, 1).to(query.dtype)
-        if self._chosen.get(module.layer_idx) is not packed:
-            k = [retrieved_by(self.arm, count, self.anchors, None) for count in packed.tokens]
-            packed.choose(k, residual=self.arm.rule.own is not None)
-            self._chosen[module.layer_idx] = packed
+        if self.verifying:
+            packed.extend(key, value)
+            output, _ = packed.attend(query, scale)
+            return output.transpose(1, 2).to(query.dtype)
+        if several:
+            output, _ = packed.read(query, key, value, scale)
+            return output.transpose(1, 2).to(query.dtype)
         self.partial_calls[module.layer_idx] = self.partial_calls.get(module.layer_idx, 0) + 1
         packed.append(key[:, :, 0], value[:, :, 0])
-        return packed.step(query[:, :, 0], scale)[0].unsqueeze(1).to(query.dtype)
+        packed.choose(self.retrieved, residual=self.arm.rule.own is not None)
+        output, _ = packed.step(query[:, :, 0], scale)
+        return output.unsqueeze(1).to(query.dtype)
 
     def take(self, read: Prefill) -> None:
         """Packs prompts without padding that were prefilled elsewhere."""
@@ -243,7 +288,7 @@ class PackedSession(Session):
 
     def _packed(self, key: Tensor, value: Tensor, mask: Tensor | None) -> LayerCache:
         length = key.shape[2]
-        visible = torch.ones(len(key), length, dtype=torch.bool) if mask is None else mask[:, 0, -1]
+        visible = torch.ones(len(key), length, dtype=torch.bool, device="cpu") if mask is None else mask[:, 0, -1]
         first = visible.int().argmax(-1).expand(len(key)).tolist()
         if not all(bool(row[start:].all()) for row, start in zip(visible, first)):  # noqa: B905  # one row for several
             raise ValueError("a PackedCache takes prompts that are padded only on the left")
