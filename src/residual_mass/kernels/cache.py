@@ -120,6 +120,8 @@ class LayerCache:
         self.summed = False
         """Whether `covariance` is kept. Until tokens join those of the prompt, `slope` is all there is."""
         self._layer: Layer | None = None
+        self._chosen: tuple[Callable[[int], int], list[int]] | None = None
+        """What `k` was set by."""
         self._resize()
         self.k.copy_(_integers([0] * batch if k is None else k))
         self.counted.copy_(_integers(tokens))
@@ -159,7 +161,6 @@ class LayerCache:
         """Number of tokens in each row."""
         return (self.slots - self.gap.diff().squeeze(1) + self.recents).tolist()
 
-    @outside_autograd
     def choose(self, k: Callable[[int], int], residual: bool) -> None:
         """Sets how many tokens a query head reads exactly from planes, and whether to estimate the others.
 
@@ -167,8 +168,11 @@ class LayerCache:
             k: returns that number for a row of so many tokens. The row's tokens are counted after a prompt, after a
                 further turn (`read`), and whenever tokens join the blocks; between these, added tokens are in float32.
         """
-        self.k.copy_(_integers([k(count) for count in self.counted.tolist()]))
         self.residual = residual and self.bits == 4
+        chosen = k, self.counted.tolist()
+        if chosen != self._chosen:  # seldom, and a step of every layer asks
+            self.k.copy_(_integers([k(count) for count in chosen[1]]))
+            self._chosen = chosen
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Returns the tensors and the numbers that `restored` takes."""
@@ -187,7 +191,9 @@ class LayerCache:
         _check_numbers(numbers)
         cache = cls.__new__(cls)
         vars(cache).update(numbers, residual=bool(numbers["residual"]), summed=bool(numbers["summed"]))
-        cache.library, cache._layer = library, None
+        cache.library = library
+        cache._layer = None
+        cache._chosen = None
         _check_buffers(tensors, cache._shapes())
         vars(cache).update({name: x.clone() for name, x in tensors.items()})
         cache._check_places()
