@@ -7,6 +7,9 @@ namespace {
 constexpr int RANGE = 64;  // blocks of a task: sums of ranges are merged in order, whichever thread made them
 constexpr int CHUNK = 8;   // blocks between two rescalings
 
+// Vectors of channels whose sums of values are kept in registers: all of an odd number, at most 7 of the widths served.
+constexpr int value_step(int vectors) { return vectors % TILE == 0 ? TILE : vectors % 2 == 0 ? 2 : vectors; }
+
 // Keys and values in bfloat16: [D / 2, 64, 2] and [32, D, 2] of a block.
 template <int D>
 struct Bfloat16 {
@@ -35,14 +38,14 @@ struct Bfloat16 {
 
   template <int G>
   static void values(const Layer&, const float* weights, size_t stride, const uint8_t* values, size_t, Floats (*to)[D / W]) {
-    constexpr int STEP = D / W % TILE ? 2 : TILE;
+    constexpr int STEP = value_step(D / W);
     for (int start = 0; start < D / W; start += STEP) {
       Floats sums[G][STEP];
       for (int g = 0; g < G; g++)
         for (int j = 0; j < STEP; j++) sums[g][j] = to[g][start + j];
 #pragma GCC unroll 1
       for (int i = 0; i < BLOCK / 2; i++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < STEP; j++) {
           const Ints pairs = load<Ints>(values + (i * D + (start + j) * W) * 4);
 #pragma GCC unroll 4
@@ -122,12 +125,12 @@ struct Eight {
       unit[g] = top / 32767;
       for (int i = 0; i < BLOCK; i += W) store_shorts(codes[g] + i, rounded(load<Floats>(scaled + i) * (32767 / top)));
     }
-    constexpr int STEP = D / W % TILE ? 2 : TILE;
+    constexpr int STEP = value_step(D / W);
     for (int start = 0; start < D / W; start += STEP) {
       Ints sums[G][STEP] = {};
 #pragma GCC unroll 1
       for (int i = 0; i < BLOCK / 2; i++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < STEP; j++) {
 #pragma GCC unroll 4
           for (int g = 0; g < G; g++)
@@ -169,6 +172,7 @@ template <template <int> class Cache, int D>
 struct FullStep {
   const Layer& layer;
   static constexpr bool PLANES = __is_same(Cache<D>, Planes<D>);
+  typedef std::conditional_t<PLANES, FullStep<Eight, D>, FullStep> Unpacked;
   static constexpr size_t PART = D + 2;  // floats: top, mass and value of one query
   static constexpr size_t UNPACKED = PLANES ? CHUNK * BLOCK * (2 * D + sizeof(float)) : 0;  // bytes of a thread
 
@@ -179,15 +183,16 @@ struct FullStep {
     return (float*)layer.scratch + (((size_t)unit * layer.group + g) * ranges() + range) * PART;
   }
 
-  // Adds blocks to the sums of G queries from g on. keys, values, first: of the first block, and its number in `scaled`.
+  // Adds blocks to the sums of G queries from g on. keys, values, first: of the first block, and its number in `scaled`;
+  // `ahead` is whether to prefetch those that follow.
   template <int G>
-  void add(const Layer& scaled, int unit, int g, int range, int chunk, int blocks, const uint8_t* keys, const uint8_t* values, size_t first) const {
+  void add(const Layer& scaled, int unit, int g, int range, int chunk, int blocks, const uint8_t* keys, const uint8_t* values, size_t first, bool ahead) const {
     const int slots = layer.slots[unit / layer.heads], *gap = layer.gap + unit / layer.heads * 2, n = blocks * BLOCK, from = chunk * BLOCK;
     const float* query = layer.query + ((size_t)unit * layer.group + g) * D;
     float scores[G][CHUNK * BLOCK];
     Floats sums[G][D / W];
     for (int b = 0; b < blocks; b++, keys += Cache<D>::KEYS) {
-      if (g == 0 && !PLANES) prefetch(keys + 2 * Cache<D>::KEYS, Cache<D>::KEYS);
+      if (ahead) prefetch(keys + 2 * Cache<D>::KEYS, Cache<D>::KEYS);
       Cache<D>::template scores<G>(scaled, query, keys, first + b, scores[0] + b * BLOCK, CHUNK * BLOCK);
     }
     for (int i = 0; i < G; i++) {
@@ -202,7 +207,7 @@ struct FullStep {
       memcpy(sums[i], so_far.value, sizeof so_far.value);
     }
     for (int b = 0; b < blocks; b++, values += Cache<D>::VALUES) {
-      if (g == 0 && !PLANES) prefetch(values + 2 * Cache<D>::VALUES, Cache<D>::VALUES);
+      if (ahead) prefetch(values + 2 * Cache<D>::VALUES, Cache<D>::VALUES);
       Cache<D>::template values<G>(scaled, scores[0] + b * BLOCK, CHUNK * BLOCK, values, first + b, sums);
     }
     for (int i = 0; i < G; i++) memcpy(part(unit, g + i, range) + 2, sums[i], sizeof sums[i]);
@@ -232,12 +237,16 @@ struct FullStep {
         scaled.scales += first * 2 * D, scaled.value_scales = value_scales;
         keys = to_keys, values = to_values, first = 0;
       }
-      for (int g = 0; g < layer.group; g += GROUP) switch (std::min(GROUP, layer.group - g)) {
-          case 1: add<1>(scaled, unit, g, range, chunk, blocks, keys, values, first); break;
-          case 2: add<2>(scaled, unit, g, range, chunk, blocks, keys, values, first); break;
-          case 3: add<3>(scaled, unit, g, range, chunk, blocks, keys, values, first); break;
-          default: add<4>(scaled, unit, g, range, chunk, blocks, keys, values, first);
+      const Unpacked to{layer};
+      for (int g = 0; g < layer.group; g += GROUP) {
+        const bool ahead = g == 0 && !PLANES;
+        switch (std::min(GROUP, layer.group - g)) {
+          case 1: to.template add<1>(scaled, unit, g, range, chunk, blocks, keys, values, first, ahead); break;
+          case 2: to.template add<2>(scaled, unit, g, range, chunk, blocks, keys, values, first, ahead); break;
+          case 3: to.template add<3>(scaled, unit, g, range, chunk, blocks, keys, values, first, ahead); break;
+          default: to.template add<4>(scaled, unit, g, range, chunk, blocks, keys, values, first, ahead);
         }
+      }
     }
   }
 

@@ -1,4 +1,4 @@
-// What `library.py` calls, for head dimensions of 64, 96 and 128.
+// What `library.py` calls, for the head dimensions of `with_width`.
 #include "full.hpp"
 #include "pack.hpp"
 
@@ -8,15 +8,28 @@
 template <class F>
 static int64_t with_width(int width, F f) {
   switch (width) {
+    case 32: return f.template operator()<32>();
     case 64: return f.template operator()<64>();
+    case 80: return f.template operator()<80>();
     case 96: return f.template operator()<96>();
+    case 112: return f.template operator()<112>();
     case 128: return f.template operator()<128>();
+    case 192: return f.template operator()<192>();
+    case 256: return f.template operator()<256>();
     default: return -1;
   }
 }
 
 // What `library.py` asks for: another number whenever the meaning of an argument or of `Layer` changes.
 EXPORT int layout() { return 3; }
+
+// Whether heads of this dimension are served.
+EXPORT int serves(int width) {
+  return with_width(width, []<int D>() -> int64_t {
+    static_assert(D % 16 == 0, "vectors of 16 floats, and rows of low planes that end with half of 16 bytes at least");
+    return 1;
+  }) == 1;
+}
 
 // The best target of this CPU: 2 for AVX-512 with VNNI, 1 for AVX2, 0 for any.
 EXPORT int target() {

@@ -23,7 +23,7 @@ TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
 LAYOUT = 3
 """Result of `layout` of a library that was built from these sources; saved states of packed caches have it too."""
-WIDTHS = (64, 96, 128)
+WIDTHS = (32, 64, 80, 96, 112, 128, 192, 256)
 """Supported head dimensions."""
 
 
@@ -49,7 +49,8 @@ class Library:
     def __init__(self, target: str) -> None:
         self.target = target
         self._functions = ctypes.CDLL(str(FOLDER / f"_{target}.so"))
-        if not hasattr(self._functions, "layout") or self._functions.layout() != LAYOUT:
+        own = self._functions
+        if not (hasattr(own, "serves") and own.layout() == LAYOUT and all(map(own.serves, WIDTHS))):
             raise OSError(f"_{target}.so is of another version of this package")
         for name in ("step", "pack", "clusters", "scratch_bytes", "attend_bytes"):
             getattr(self._functions, name).restype = ctypes.c_int64

@@ -63,10 +63,10 @@ inline bool coarse(const float* unit, int n) {
 inline int32_t four(const int8_t* codes) { return load<int32_t>(codes); }
 
 // Products of G queries' codes with a block's high plane [D / 8, 64, 4], in units of unit / 16: byte i of a token has channel
-// 8 j + i of its j-th four in the low half, and channel 8 j + 4 + i in the high half. `FINE` codes have units of unit / 256
+// 8 j + i of its j-th four in the low half, and channel 8 j + 4 + i in the high half. `fine` codes have units of unit / 256
 // more, and their products are added to the scores.
-template <bool FINE, int D, int G>
-inline void scan_products(const uint8_t* keys, const int8_t* codes, const float* unit, const float* base, float* scores, size_t stride) {
+template <int D, int G>
+__attribute__((noinline)) void scan_products(bool fine, const uint8_t* keys, const int8_t* codes, const float* unit, const float* base, float* scores, size_t stride) {
   for (int start = 0; start < BLOCK; start += TILE * W) {
     Ints sums[G][TILE] = {};
 #pragma GCC unroll 1
@@ -87,8 +87,8 @@ inline void scan_products(const uint8_t* keys, const int8_t* codes, const float*
     for (int g = 0; g < G; g++)
       for (int t = 0; t < TILE; t++) {
         float* to = scores + g * stride + start + t * W;
-        const Floats added = to_floats(sums[g][t]) * ((FINE ? 16 / 256.f : 16) * unit[g]) + base[g];
-        store(to, FINE ? load<Floats>(to) + added : added);
+        const Floats added = to_floats(sums[g][t]) * ((fine ? 16 / 256.f : 16) * unit[g]) + base[g];
+        store(to, fine ? load<Floats>(to) + added : added);
       }
   }
 }
@@ -99,7 +99,7 @@ __attribute__((noinline)) void refine_scan(const float* query, const uint8_t* ke
   int8_t fine[G * D];
   float base[G];
   for (int g = 0; g < G; g++) base[g] = refine_query<D>(query + g * D, scales, of.codes + g * D, of.unit[g], fine + g * D);
-  scan_products<true, D, G>(keys, fine, of.unit, base, scores, stride);
+  scan_products<D, G>(true, keys, fine, of.unit, base, scores, stride);
 }
 
 // Scores of a block's tokens by the high plane.
@@ -107,7 +107,7 @@ template <int D, int G>
 void scan_block(const float* query, const uint8_t* keys, const bf16* scales, Rounded to, float* scores, size_t stride) {
   float base[G];
   for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f - 7.5f, to.codes + g * D, to.unit[g]);
-  scan_products<false, D, G>(keys, to.codes, to.unit, base, scores, stride);
+  scan_products<D, G>(false, keys, to.codes, to.unit, base, scores, stride);
   if (coarse(to.unit, G)) refine_scan<D, G>(query, keys, scales, to, scores, stride);
 }
 
@@ -250,12 +250,13 @@ void add_rows(Sums<D>& sums, const uint8_t* rows, const float* scores, Rounded q
       const uint8_t* row = rows + (size_t)place * SIZE;
       const int8_t* codes = queries.codes + at * D;
       Ints4 rest = {}, middle = {};
-      for (int j = 0; j < D / 2; j += 16) {
-        const Bytes16 pair = load<Bytes16>(row + j);
-        const Ints4 one = load<Ints4>(codes + j), two = load<Ints4>(codes + D / 2 + j);
+      const auto add = [&](Bytes16 pair, Ints4 one, Ints4 two) {
         rest = dot4(dot4(rest, pair & 15, one), pair >> 4, two);
         middle = dot4(dot4(middle, Bytes16{} + 15, one), Bytes16{} + 15, two);
-      }
+      };
+      for (int j = 0; j + 16 <= D / 2; j += 16) add(load<Bytes16>(row + j), load<Ints4>(codes + j), load<Ints4>(codes + D / 2 + j));
+      if constexpr (D / 2 % 16 != 0)
+        add(load_half<Bytes16>(row + D / 2 - 8), load_half<Ints4>(codes + D / 2 - 8), load_half<Ints4>(codes + D - 8));
       weights[a] = scores[place] + .5f * queries.unit[at] * (float)sum(rest + rest - middle);
     }
     sums.weigh(weights, count);

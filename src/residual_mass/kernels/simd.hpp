@@ -35,6 +35,12 @@ inline V load(const void* from) {
   return x;
 }
 template <class V>
+inline V load_half(const void* from) {  // of a vector, and zeros
+  V x{};
+  memcpy(&x, from, sizeof x / 2);
+  return x;
+}
+template <class V>
 inline void store(void* to, V x) {
   memcpy(to, &x, sizeof x);
 }

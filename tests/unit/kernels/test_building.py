@@ -104,6 +104,15 @@ def test_libraries_that_do_not_load(found: str, tmp_path: Path, monkeypatch: pyt
         assert library.load.__wrapped__() is None
 
 
+@needs(KERNELS)
+def test_a_library_that_lacks_a_width_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would return without a result."""
+    library.Library("portable")
+    monkeypatch.setattr(library, "WIDTHS", (*library.WIDTHS, 72))
+    with pytest.raises(OSError, match="_portable.so is of another version of this package"):
+        library.Library("portable")
+
+
 @pytest.mark.slow
 @needs(COMPILER)
 def test_sanitizers_find_nothing(checkout: Path) -> None:

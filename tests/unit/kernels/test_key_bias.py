@@ -13,10 +13,10 @@ from transformers.cache_utils import Cache
 
 from residual_mass import PackedCache, partial_kv
 from residual_mass.kernels import LayerCache
-from residual_mass.kernels.library import Library
+from residual_mass.kernels.library import WIDTHS, Library
 
 pytestmark = needs(KERNELS)
-SHAPES = [{}, {"width": 96}, {"width": 128}, *({"group": group, "heads": 1} for group in (1, 2, 4, 5, 8))]
+SHAPES = [*({"width": width} for width in WIDTHS), *({"group": group, "heads": 1} for group in (1, 2, 4, 5, 8))]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -12,7 +12,7 @@ from tests.unit.kernels.reference import attended, eight, paired, planes, real_p
 from torch import Tensor
 
 from residual_mass.kernels import LayerCache
-from residual_mass.kernels.library import TARGETS, Library
+from residual_mass.kernels.library import TARGETS, WIDTHS, Library
 
 pytestmark = needs(KERNELS)
 KINDS = (4, 8, 16)
@@ -61,22 +61,29 @@ def check(cache: LayerCache, query: Tensor, scale: float | None = None) -> Tenso
 
 
 LENGTHS = [(length, {"k": [5], "clusters": 4}, {}) for length in (1, 3, 20, 21, 64, 83, 84, 85, 149, 1000)]
-WIDTHS = [(701, {"k": [14], "clusters": 9}, {"width": width}) for width in (96, 128)]
+OTHERS = [width for width in WIDTHS if width != 64]
+WIDE = [(701, {"k": [14], "clusters": 9}, {"width": width}) for width in OTHERS]
 GROUPS = [(260, {"k": [9], "clusters": 5}, {"group": group, "heads": 1}) for group in (1, 2, 4, 5, 8, 11)]
+BORDERS = [
+    (length, {"k": [5], "clusters": 4}, {"width": width, "group": group, "heads": 1})
+    for width in OTHERS
+    for length, group in ((84, 8), (149, 1))
+]
 LONG = [(9001, {"k": [180]}, {"heads": 1})]
 """Long enough for a sample to bound the threshold, and for tasks of several ranges."""
 
 
 @pytest.mark.parametrize("bits", KINDS)
-@pytest.mark.parametrize(("length", "options", "shape"), [*LENGTHS, *WIDTHS, *GROUPS, *LONG])
+@pytest.mark.parametrize(("length", "options", "shape"), [*LENGTHS, *WIDE, *GROUPS, *BORDERS, *LONG])
 def test_a_step(library: Library, bits: int, length: int, options: dict[str, Any], shape: dict[str, int]) -> None:
     keys, values, query = made(length, **shape)
     check(LayerCache(library, keys, values, [0], bits=bits, **options), query)
 
 
 @pytest.mark.parametrize("bits", KINDS)
-def test_left_padding_is_not_read(library: Library, bits: int) -> None:
-    keys, values, queries = several(505, 64, 3, 5, batch=4)
+@pytest.mark.parametrize("width", [64, 112])
+def test_left_padding_is_not_read(library: Library, bits: int, width: int) -> None:
+    keys, values, queries = several(505, width, 3, 5, batch=4)
     first = [0, 130, 477, 499]
     for row, start in enumerate(first):
         keys[row, :, :start] = values[row, :, :start] = math.nan
@@ -246,7 +253,7 @@ def test_a_merged_state_is_that_of_all_tokens(library: Library, bits: int) -> No
     assert torch.allclose((torch.stack(outputs) * share).sum(0), whole[0], atol={16: 1e-5}.get(bits, 0.05))
 
 
-@pytest.mark.parametrize("width", [64, 96, 128])
+@pytest.mark.parametrize("width", WIDTHS)
 def test_what_is_packed(library: Library, width: int) -> None:
     """Keys within half a step of theirs and values within half a scale, in the order of their clusters; the ends as
     they are: where a model makes one of them decide, rounding it moves the next token farther than all that is unread.
@@ -387,7 +394,7 @@ def test_a_step_reads_the_blocks_in_use_or_their_scan_and_the_chosen_rows(bits: 
         (64, {"bits": 5}, "bits is 5, not 4, 8 or 16"),
         (64, {"clusters": 0}, "clusters is 0, not 1 or more"),
         (64, {"room": 5}, "room is 5, not a block of 64 tokens or more"),
-        (80, {}, "the kernels support head dimensions of 64, 96, 128, not 80"),
+        (72, {}, "the kernels support head dimensions of 32, 64, 80, 96, 112, 128, 192, 256, not 72"),
     ],
 )
 def test_bad_arguments(width: int, options: dict[str, int], message: str) -> None:
