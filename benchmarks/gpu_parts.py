@@ -22,47 +22,57 @@ from torch import Tensor
 from training_pass import whole_passes
 from transformers import LlamaConfig, PreTrainedModel
 
-from residual_mass.core.fused import build_cache, decode_attention_for, torch_path
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec, tokens_of
+from residual_mass.decode.backend import Backend
+from residual_mass.decode.backends import backend_for
+from residual_mass.decode.engine import SharedPrefillEngine, Work
+from residual_mass.decode.prefix import map_heads
+from residual_mass.decode.text import TextBatch
+from residual_mass.decode.torch_backend import TorchBackend
+from residual_mass.gpu.backend import TritonBackend, prepared
+from residual_mass.gpu.cache import build_cache
+from residual_mass.gpu.device import kernels_run_on
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import SharedPrefillEngine, Work
-from residual_mass.model.hook import Prefill, prefill
+from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.model.prefix import map_heads
-from residual_mass.model.static_decode import StaticDecoder, fill_buffers, prepared
 from residual_mass.provenance import code_version, device_name
-from residual_mass.runtime.latencies import kernels_on, measure, with_each
+from residual_mass.runtime.latencies import arm_of, kernels_on, measure, with_each
 from residual_mass.runtime.traffic import Implementation, copy_rates, seconds_of
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests" / "unit" / "gpu"))  # the reference of the kernels is that of their tests
+
+import torch_path  # noqa: E402
+
 ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0
 OWN = ("topk_moments", "scan4_moments")
 """Methods that the paper lacks: the cheapest residual without training, and the fewest bytes of keys."""
 ARMS = [ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS[1:] for budget in (0.5, 1.0, 2.0, 4.0))]
 """Arms of the paper's study."""
-SIDES = ("kernels", "graphs", "torch")
+SIDES: dict[str, tuple[type[Backend], ...]] = {"kernels": (TritonBackend, TorchBackend), "torch": (TorchBackend,)}
+"""Backends of whole steps; a CPU has no kernels."""
 FEW_TOKENS, MANY_TOKENS, ROUNDS = 2, 34, 3
 """Generated tokens of an evaluation's two runs, whose difference is only decoding, and the number of rounds."""
 GPU_TESTS = (
-    "tests/unit/core/test_fused_triton.py", "tests/unit/model/test_gpu.py", "tests/unit/runtime/test_decoders.py",
+    "tests/unit/gpu/test_triton.py", "tests/unit/model/test_gpu.py", "tests/unit/runtime/test_decoders.py",
     "tests/unit/runtime/test_latencies.py", "tests/unit/training/test_training_on_gpu.py",
 )  # fmt: skip
 """Tests that need only pytest and the packages of this check."""
 GPU_TESTS_WITH_PANDAS = ("tests/unit/diagnostics/test_capture_on_gpu.py",)
 KERNEL_GAP = 2e-3
-"""Allowed difference of kernels from the torch path, relative l1 of a layer's output. Both sum products of the same
-numbers in float32, which differ by some 1e-6. Sometimes two keys tie for the last place within that rounding, and the
-sides choose different keys: one head of many then changes by the weight of one token, at most a few percent."""
+"""Allowed difference of kernels from the same step in torch, relative l1 of a layer's output. Both sum products of the
+same numbers in float32, which differ by some 1e-6. Sometimes two keys tie for the last place within that rounding, and
+the sides choose different keys: one head of many then changes by the weight of one token, at most a few percent."""
 FLOAT32_GAP = 5e-3
 """Allowed difference of logits of whole steps in float32, where such ties change one or two of some 500 heads. A column
 that is missed or read twice changes every head of every layer by as much."""
 ROUNDING = 2.0
-"""Allowed difference in bfloat16, as a multiple of the torch path's own distance from float32, which measures the
+"""Allowed difference in bfloat16, as a multiple of torch's own distance from float32, which measures the
 effect of rounding every activation in this model. Rounding alone does not exceed twice that distance, while a wrong
 mask, position or column changes logits by their own size."""
 
@@ -149,7 +159,7 @@ def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.dev
     """Returns times by part.
 
     Raises:
-        ValueError: the kernels' output differs from the torch path's.
+        ValueError: the kernels' output differs from that of torch.
     """
     shape = replace(HeadShape.of(config), layers=1)
     heads, kv_heads, d = shape.query_heads, shape.kv_heads, shape.head_dim
@@ -175,22 +185,23 @@ def _layer_times(config: LlamaConfig, length: int, batch: int, device: torch.dev
         rule = method_named(method)
         cache = prepared(bare, rule, key_map if rule.needs_maps else None, ANCHORS)
         log_query = map_heads(query_map, query).squeeze(2) if rule.needs_maps else None
-        fast, settings = decode_attention_for(cache, heads), common | {"subtracts": rule.subtracts}
-        step = in_torch = partial(torch_path.decode_attention, newest, cache, log_query, **settings)
-        if fast is not torch_path.decode_attention:
-            step = partial(fast, newest, cache, log_query, **settings | {"generated": generated})
+        settings = common | {"subtracts": rule.subtracts}
+        step = partial(torch_path.decode_attention, newest, cache, log_query, **settings)
+        if kernels_run_on(device):
+            from residual_mass.gpu.path import decode_attention
+
+            step = partial(decode_attention, newest, cache, log_query, **settings | {"generated": generated})
         gap = _gap(step(), torch_path.decode_attention(newest.float(), cache, log_query, **settings))
         if not gap <= KERNEL_GAP:  # refuses NaN, too
-            raise ValueError(f"{method}: the kernels' output is not the torch path's, {gap:.1e} at {length} tokens")
-        times[f"{method}: difference from the torch path, relative l1"] = f"{gap:.1e}"
+            raise ValueError(f"{method}: the kernels' output is not that of torch, {gap:.1e} at {length} tokens")
+        times[f"{method}: difference from torch, relative l1"] = f"{gap:.1e}"
         times[f"{method}: the kernels, without phi_q"] = _spread(cold_ms(step, device), 4)
-        times[f"{method}: the torch path"] = _spread(cold_ms(in_torch, device), 4)
     return times | {"phi_q, folded": _spread(cold_ms(lambda: map_heads(query_map, query), device), 4)}
 
 
 @torch.no_grad()
 def agreement(options: argparse.Namespace) -> Iterator[str]:
-    """Logits of whole steps: kernels with and without graphs, and the torch path.
+    """Logits of whole steps by the kernels, in graphs, and by torch.
 
     Raises:
         ValueError: they are further apart than rounding explains.
@@ -204,14 +215,14 @@ def agreement(options: argparse.Namespace) -> Iterator[str]:
     k = retrieved_count(BUDGET, length, ANCHORS.sink + ANCHORS.tail)
     model, count = (model, 1) if options.dtype == "bfloat16" else (exact, 4)
     yield f"One prompt of {length} tokens, K = {k}; distances are relative l1 of the logits of step {count}, to those"
-    yield f"of the torch path in float32 with the same weights; allowed is {FLOAT32_GAP:g}, or {ROUNDING:g} times the"
-    yield "distance of the torch path in the same precision."
+    yield f"of torch in float32 with the same weights; allowed is {FLOAT32_GAP:g}, or {ROUNDING:g} times the"
+    yield "distance of torch in the same precision."
     yield ""
-    yield from _table(["method", "kernels", "kernels in graphs", "torch path", "allowed"])
+    yield from _table(["method", "kernels in graphs", "torch", "allowed"])
     wrong = []
     for method in (*METHODS, *OWN):
-        reference = _logits(exact, prompt, method, k, phi, count, "torch")
-        gaps = [_gap(_logits(model, prompt, method, k, phi, count, side), reference) for side in SIDES]
+        reference = _logits(exact, prompt, method, phi, count, SIDES["torch"])
+        gaps = [_gap(_logits(model, prompt, method, phi, count, kinds), reference) for kinds in SIDES.values()]
         allowed = max(FLOAT32_GAP, ROUNDING * gaps[-1])
         yield _line([method, *(f"{gap:.1e}" for gap in (*gaps, allowed))])
         if not max(gaps) <= allowed:
@@ -221,16 +232,21 @@ def agreement(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _logits(
-    model: PreTrainedModel, prompt: list[int], method: str, k: int, phi: PhiMaps, count: int, side: str
+    model: PreTrainedModel, prompt: list[int], method: str, phi: PhiMaps, count: int, kinds: tuple[type[Backend], ...]
 ) -> Tensor:
     """Returns logits after `count` greedy steps, which begin with the prompt's first token."""
-    read, attention = prefill(model, [prompt]), torch_path.decode_attention if side == "torch" else None
-    caches = fill_buffers([Prefill(read.layers)], count)
-    decoder = StaticDecoder(model, caches, method, k, ANCHORS, phi, count, attention)
-    if side == "graphs":
-        decoder.prepare()
-    decoder.run(torch.tensor(prompt[:1], device=read.next_token.device))
-    return decoder.logits.float().clone()
+    arm = arm_of(method, BUDGET)
+    backend = backend_for(model, arm, ANCHORS, phi if arm.needs_maps else None, room=count, kinds=kinds)
+    if isinstance(backend, TritonBackend):
+        backend.repeats = True  # so that steps of full attention are recorded, too
+    read = prefill(model, [prompt])
+    backend.take(read)
+    text = TextBatch(model, backend)
+    token = torch.tensor([prompt[:1]], device=read.next_token.device)
+    for _ in range(count):
+        logits = text.step(token)[:, -1]
+        token = logits.argmax(-1, keepdim=True)
+    return logits.float()
 
 
 def steps(options: argparse.Namespace) -> Iterator[str]:

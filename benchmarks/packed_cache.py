@@ -26,18 +26,22 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
-from residual_mass import PackedCache, partial_kv
+from residual_mass import PackedCache
 from residual_mass.benchmarks.ruler import assets_data, build_examples
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.backend import Backend
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.prefix import retrieved_by
+from residual_mass.decode.session import make_arm
+from residual_mass.decode.text import TextBatch
+from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
 from residual_mass.measure.latency import Side, timed
 from residual_mass.methods import Step, method_named
-from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, packing_of, step_bytes
+from residual_mass.methods.served import packing_of
+from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
-from residual_mass.model.packed import PackedSession
-from residual_mass.model.partial import make_arm
-from residual_mass.model.prefix import retrieved_by
 from residual_mass.texts.corpora import held_out_corpus
 
 ANCHORS = AnchorSpec()
@@ -126,9 +130,9 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
             costs = measured(backbone, read, sides, options.rounds)
         if options.synthetic:
             break
-        reference = forced(backbone, continued, sides[0], filled(backbone, read, sides[0]))
+        reference = forced(backbone, continued, backend_of(backbone, read, sides[0]))
         for side in sides[1:]:
-            estimate = forced(backbone, continued, side, filled(backbone, read, side))
+            estimate = forced(backbone, continued, backend_of(backbone, read, side))
             kl = (reference.exp() * (reference - estimate)).sum(-1)
             distances[side].setdefault(name, []).append(kl)
     columns = list(distances[sides[-1]])
@@ -198,12 +202,18 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
     return costs
 
 
-def filled(backbone: Backbone, read: Prefill, side: Side) -> Any:
-    """Returns a cache that holds the prompt."""
+def backend_of(backbone: Backbone, read: Prefill, side: Side) -> Backend:
+    """Returns a backend that holds the prompt."""
+    kind = PackedBackend if side.packed else TorchBackend
+    backend = kind.open(backbone.model, make_arm(side.method, side.budget), ANCHORS, None, None, False, 0)
+    backend.take(read)
+    return backend
+
+
+def filled(backbone: Backbone, read: Prefill, side: Side) -> PackedCache | DynamicCache:
+    """Returns a cache that holds the prompt, transformers' own unless it is packed."""
     if side.packed:
-        cache = PackedCache(backbone.model, side.method)
-        PackedSession(make_arm(side.method, side.budget), ANCHORS, cache).take(read)
-        return cache
+        return backend_of(backbone, read, side).cache
     cache = DynamicCache(config=backbone.model.config)
     for index, (key, value) in read.layers.items():
         cache.update(key, value, index)
@@ -211,18 +221,10 @@ def filled(backbone: Backbone, read: Prefill, side: Side) -> Any:
 
 
 @torch.no_grad()
-def forced(backbone: Backbone, tokens: Tensor, side: Side, cache: Any) -> Tensor:
-    """Returns log probabilities [T, V] after each token, with the tokens given to the model one by one."""
-    logits = []
-    with partial_kv(backbone.model, side.method, side.budget, cache=cache if side.packed else None) as session:
-        if not side.packed:  # as if the prompt had been read here
-            for index, layer in enumerate(cache.layers):
-                session._real[index] = torch.ones(1, layer.get_seq_length(), dtype=torch.bool)
-                session._filled[index] = session._columns[index] = layer.get_seq_length()
-        for step in range(tokens.shape[1]):
-            output = backbone.model(tokens[:, step : step + 1], past_key_values=cache, use_cache=True)
-            logits.append(output.logits[0, -1].log_softmax(-1))
-    return torch.stack(logits)
+def forced(backbone: Backbone, tokens: Tensor, backend: Backend) -> Tensor:
+    """Returns log probabilities [T, V] after each token, with the tokens [1, T] given to the model one by one."""
+    text = TextBatch(backbone.model, backend)
+    return torch.stack([text.step(token)[0, -1].log_softmax(-1) for token in tokens.split(1, dim=1)])
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from common import SMOL
 from packed_cache import Side, filled
 
 from residual_mass import partial_decoding
+from residual_mass.decode.verify import Pass
 from residual_mass.methods import method_named
-from residual_mass.model.generate import Pass
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.texts.corpora import read_documents
@@ -58,7 +58,7 @@ def times(backbone: Backbone, ids: list[int], read: Prefill, length: int, option
     prompt = torch.tensor([(ids * (length // len(ids) + 1))[: length + 1]])
     sides: dict[str, tuple[str, Any, bool]] = {"generate, transformers' cache, float32": ("full", None, False)}
     sides |= {f"{name}, packed": (name, None, True) for name in ("full", "cache8", SCAN)}
-    sides |= {f"{SCAN}, packed, verify={n}": (SCAN, n, True) for n in (*options.verify, "auto")}
+    sides |= {f"{SCAN}, packed, verify={n}": (SCAN, n, True) for n in options.verify}
     sides[f"topk_moments, torch, verify={options.verify[0]}"] = ("topk_moments", options.verify[0], False)
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     passes: dict[str, list[Pass]] = {side: [] for side in sides}

@@ -76,7 +76,7 @@ def _has_kernels() -> bool:
 
 
 def _has_bfloat16_attention() -> bool:
-    """Whether torch's own attention in bfloat16 runs: on CPUs with AMX it fails if torch is held to older instructions."""
+    """Whether torch's own attention in bfloat16 runs: with AMX it fails if torch is held to older instructions."""
     import torch
 
     query = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)

@@ -10,19 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from residual_mass.model.generate import partial_decoding, partial_generate
-    from residual_mass.model.packed import PackedCache
-    from residual_mass.model.partial import partial_kv
+    from residual_mass.decode.generate import partial_decoding, partial_generate
+    from residual_mass.decode.packed_backend import PackedCache
+    from residual_mass.decode.session import partial_kv
     from residual_mass.model.phi_maps import PhiMaps
 
 __version__ = "0.2.0"
 __all__ = ["PackedCache", "PhiMaps", "__version__", "partial_decoding", "partial_generate", "partial_kv"]
 PLACES = {
-    "PackedCache": "packed",
-    "PhiMaps": "phi_maps",
-    "partial_decoding": "generate",
-    "partial_generate": "generate",
-    "partial_kv": "partial",
+    "PackedCache": "decode.packed_backend",
+    "PhiMaps": "model.phi_maps",
+    "partial_decoding": "decode.generate",
+    "partial_generate": "decode.generate",
+    "partial_kv": "decode.session",
 }
 
 
@@ -30,4 +30,4 @@ def __getattr__(name: str) -> Any:
     """Imports an entry point on first access, so that `import residual_mass` does not load transformers."""
     if name not in PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.model.{PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{PLACES[name]}"), name)

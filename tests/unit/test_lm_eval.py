@@ -171,7 +171,7 @@ def test_a_rolling_likelihood_under_topk_is_that_of_a_mask_chunk_by_chunk(tiny_b
 
 
 def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    from residual_mass.model import engine
+    from residual_mass.decode import engine
 
     model, read, forward = PartialKV(**options_of(tiny_backbone)), [], engine.prefill
     monkeypatch.setattr(

@@ -107,7 +107,7 @@ def test_the_library_imports_what_it_alone_depends_on() -> None:
     run = subprocess.run([sys.executable, "-c", LIBRARY], capture_output=True, text=True, check=True)
     declared = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
     files = [Path(file) for file in json.loads(run.stdout)]
-    assert any(file.name == "partial.py" for file in files)
+    assert any(file.name == "session.py" for file in files)
     for file in files:
         top_level = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert imported(*top_level) <= declared, file
@@ -204,3 +204,39 @@ def test_no_test_is_skipped_for_a_reason_that_the_last_line_cannot_explain() -> 
         if path not in (Path(needs.__file__), Path(__file__)):
             calls = re.findall(r"pytest\.(?:mark\.skip\w*|skip|importorskip)\b.*", path.read_text())
             assert all(".reason)" in call for call in calls), (path, calls)
+
+
+PLAIN = ("core", "methods", "model", "decode")
+"""Folders whose statements are plain."""
+SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr, ast.Raise, ast.Assert)
+MOST_NODES = 25
+"""Nodes of the syntax tree in a plain statement. Nine statements in ten have no more: calls with many arguments, errors
+and tables of constants may.
+"""
+
+
+def nodes_of_statements(path: Path) -> list[int]:
+    """The number of nodes of every simple statement but docstrings."""
+    statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, SIMPLE)]
+    return [
+        sum(1 for _ in ast.walk(node))
+        for node in statements
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+    ]
+
+
+@pytest.mark.parametrize("folder", PLAIN)
+def test_statements_are_plain(folder: str) -> None:
+    sizes = []
+    for path in (ROOT / "src" / "residual_mass" / folder).rglob("*.py"):
+        sizes += nodes_of_statements(path)
+    sizes.sort()
+    assert sizes[len(sizes) * 9 // 10] <= MOST_NODES, f"{folder}: unpack the densest statements of the change"
+
+
+def test_only_the_table_of_backends_and_the_trainer_look_at_the_gpu() -> None:
+    users = set()
+    for path in (ROOT / "src" / "residual_mass").rglob("*.py"):
+        if re.search(r"residual_mass\.gpu\b", path.read_text()) and path.parent.name != "gpu":
+            users.add(path.relative_to(ROOT / "src" / "residual_mass").as_posix())
+    assert users == {"decode/backends.py", "training/learner.py"}

@@ -27,11 +27,11 @@ from residual_mass.benchmarks.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, F
 from residual_mass.benchmarks.generate import encoded
 from residual_mass.benchmarks.store import AGAIN, Row, RowStore, row_key
 from residual_mass.core.settings import tokens_of
+from residual_mass.decode.packed_prompt import PackedPrompt
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.kernels.library import LAYOUT
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
-from residual_mass.model.packed_prompt import PackedPrompt
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import MANIFEST, Record
 from residual_mass.study.specs import ForceSpec
@@ -45,7 +45,7 @@ from residual_mass.texts.frozen_prompts import (
 )
 
 if TYPE_CHECKING:
-    from residual_mass.model.engine import ForcedDecoder
+    from residual_mass.decode.engine import ForcedDecoder
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _compute(
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
 
-    from residual_mass.model.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
+    from residual_mass.decode.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
 
     _check_vocabulary(spec, backbone.model, missing)
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)

@@ -30,7 +30,7 @@ from residual_mass.texts.corpora import special_prefix
 from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
 
 if TYPE_CHECKING:
-    from residual_mass.model.engine import Generation, SharedPrefillEngine
+    from residual_mass.decode.engine import Generation, SharedPrefillEngine
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _compute(
     """Decodes `batches` and adds their missing rows to the store; returns facts for the record."""
     from tqdm import tqdm
 
-    from residual_mass.model.engine import SharedPrefillEngine
+    from residual_mass.decode.engine import SharedPrefillEngine
 
     backbone = load_backbone(spec.backbone, assets)
     logger.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
@@ -199,7 +199,7 @@ def _decoded(
     Raises:
         ValueError: a single example does not fit, or its values are not finite.
     """
-    from residual_mass.model.engine import NotFiniteError
+    from residual_mass.decode.engine import NotFiniteError
 
     generations: list[list[Generation]] = []
     while rest := batch[len(generations) :]:

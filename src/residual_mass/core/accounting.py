@@ -90,7 +90,8 @@ def exact_terms(scores: Tensor, values: Tensor, support: Tensor) -> Terms:
         support: [..., 1 or R, L] bool; an empty row gives zero terms.
     """
     shift = _finite_max(scores, support)
-    weights = torch.where(support, (scores - shift.unsqueeze(-1)).exp(), 0)
+    weights = (scores - shift.unsqueeze(-1)).exp()
+    weights = torch.where(support, weights, 0)
     return Terms(weights @ values, weights.sum(-1), shift)
 
 
@@ -98,7 +99,8 @@ def sink_terms(sinks: Tensor) -> Terms:
     """Returns the terms of attention sinks with logits [..., R]. A sink adds exp(sink) to Z and nothing to nu: the
     numerator is zero, [..., R, 1], and broadcasts.
     """
-    return Terms(torch.zeros_like(sinks).unsqueeze(-1), torch.ones_like(sinks), sinks)
+    numerator = torch.zeros_like(sinks).unsqueeze(-1)
+    return Terms(numerator, torch.ones_like(sinks), sinks)
 
 
 def key_features(log_features: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,8 +114,10 @@ def key_features(log_features: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
         features [..., L, M] = exp(log_features - log_shift), in [0, 1] and zero outside `mid`; log_shift [..., M].
     """
     inside = mid.unsqueeze(-1)
-    log_shift = _finite_max(log_features.transpose(-1, -2), inside.transpose(-1, -2))
-    features = torch.where(inside, (log_features - log_shift.unsqueeze(-2)).exp(), 0)
+    by_feature = log_features.transpose(-1, -2)  # [..., M, L]: the maximum is over tokens
+    log_shift = _finite_max(by_feature, inside.transpose(-1, -2))
+    features = (log_features - log_shift.unsqueeze(-2)).exp()
+    features = torch.where(inside, features, 0)
     return features, log_shift
 
 
@@ -123,7 +127,8 @@ def summarise(features: Tensor, log_shift: Tensor, values: Tensor) -> SummarySta
     Args:
         features: [..., L, M], zero outside the mid-region; log_shift: [..., M]; values: [..., L, D].
     """
-    return SummaryState(features.transpose(-1, -2) @ values, features.sum(-2), log_shift)
+    numerator = features.transpose(-1, -2) @ values
+    return SummaryState(numerator, features.sum(-2), log_shift)
 
 
 def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved | None = None) -> Terms:
@@ -141,12 +146,15 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
     whole_mass = (weights * state.mass.unsqueeze(-2)).sum(-1)
     if retrieved is None:
         return Terms(weights @ state.numerator, whole_mass, shift)
-    residual_numerator = state.numerator.unsqueeze(-3) - retrieved.features.transpose(-1, -2) @ retrieved.values
+    retrieved_numerator = retrieved.features.transpose(-1, -2) @ retrieved.values  # [..., R, M, D]
+    residual_numerator = state.numerator.unsqueeze(-3) - retrieved_numerator
     residual_mass = state.mass.unsqueeze(-2) - retrieved.features.sum(-2)
     numerator = (weights.unsqueeze(-2) @ residual_numerator).squeeze(-2)
     denominator = (weights * residual_mass).sum(-1)
     kept = ~(denominator <= CLAMP_RELATIVE * whole_mass)  # negated, so that NaN is kept and not dropped silently
-    return Terms(torch.where(kept.unsqueeze(-1), numerator, 0), torch.where(kept, denominator, 0), shift)
+    numerator = torch.where(kept.unsqueeze(-1), numerator, 0)
+    denominator = torch.where(kept, denominator, 0)
+    return Terms(numerator, denominator, shift)
 
 
 def one_gather_terms(
@@ -165,30 +173,37 @@ def one_gather_terms(
         estimate: inputs of the residual estimate; None when no row adds one.
     """
     num_anchors = anchors.indices.shape[-1]
-    indices = torch.cat((anchors.indices.expand(*scores.shape[:-1], -1), retrieved.indices), dim=-1)
-    valid = torch.cat((anchors.valid.expand(*scores.shape[:-1], -1), retrieved.valid), dim=-1)
+    rows = scores.shape[:-1]
+    anchor_indices = anchors.indices.expand(*rows, -1)
+    anchor_valid = anchors.valid.expand(*rows, -1)
+    indices = torch.cat((anchor_indices, retrieved.indices), dim=-1)
+    valid = torch.cat((anchor_valid, retrieved.valid), dim=-1)
     exact_scores = scores.gather(-1, indices)
     shift = _finite_max(exact_scores, valid)
     if estimate is not None:
         residual = _residual_weights(retrieved, estimate)
         # Choose the common unit after the clamp: a dropped residual with a huge phi must not make e^s underflow.
         shift = torch.where(residual.kept, torch.maximum(shift, residual.shift), shift)
-    weights = torch.where(valid, (exact_scores - shift.unsqueeze(-1)).exp(), 0)
+    weights = (exact_scores - shift.unsqueeze(-1)).exp()
+    weights = torch.where(valid, weights, 0)
     denominator = weights.sum(-1)
     if estimate is not None:
         unit = torch.where(residual.kept, (residual.shift - shift).exp(), 0)
-        weights[..., num_anchors:] -= unit.unsqueeze(-1) * residual.z
+        z = unit.unsqueeze(-1) * residual.z
+        weights[..., num_anchors:] -= z
         denominator = denominator + unit * residual.mass
     numerator = weighted_sum(weights, indices, values)
     if estimate is not None:
-        numerator = numerator + (unit.unsqueeze(-1) * residual.query) @ estimate.state.numerator
+        phi_q = unit.unsqueeze(-1) * residual.query
+        numerator = numerator + phi_q @ estimate.state.numerator
     return Terms(numerator, denominator, shift)
 
 
 def estimated_log_mass(retrieved: Selected, estimate: Estimate) -> Tensor:
     """Computes log Z_R hat [..., R], the mass that `one_gather_terms` adds; -inf in rows where it adds nothing."""
     residual = _residual_weights(retrieved, estimate)
-    return torch.where(residual.kept, residual.mass.log() + residual.shift, -torch.inf)
+    log_mass = residual.mass.log() + residual.shift
+    return torch.where(residual.kept, log_mass, -torch.inf)
 
 
 class _ResidualWeights(NamedTuple):
@@ -216,11 +231,19 @@ def _residual_weights(retrieved: Selected, estimate: Estimate) -> _ResidualWeigh
 
 def _subtracted(query: Tensor, retrieved: Selected, estimate: Estimate) -> Tensor:
     """Computes z of the retrieved tokens [..., R, K], 0 in rows that do not subtract."""
-    rows, all_rows = estimate.subtracts, query.shape[-2]
-    if len(rows) < all_rows:
-        query, retrieved = query.index_select(-2, rows), Selected(*(x.index_select(-2, rows) for x in retrieved))
-    z = torch.where(retrieved.valid, products_at(query, estimate.features, retrieved.indices), 0)
-    return z if len(rows) == all_rows else z.new_zeros(*z.shape[:-2], all_rows, z.shape[-1]).index_copy_(-2, rows, z)
+    rows = estimate.subtracts
+    if len(rows) == query.shape[-2]:
+        return _products_of_read(query, retrieved, estimate)
+    chosen = Selected(*(x.index_select(-2, rows) for x in retrieved))
+    z = _products_of_read(query.index_select(-2, rows), chosen, estimate)
+    in_all_rows = z.new_zeros(retrieved.indices.shape)
+    return in_all_rows.index_copy_(-2, rows, z)
+
+
+def _products_of_read(query: Tensor, retrieved: Selected, estimate: Estimate) -> Tensor:
+    """Computes <phi_q, phi_k> of the retrieved tokens, 0 in unused slots: [..., R, K]."""
+    products = products_at(query, estimate.features, retrieved.indices)
+    return torch.where(retrieved.valid, products, 0)
 
 
 def merge(*terms: Terms) -> Tensor:
@@ -235,11 +258,17 @@ def merge(*terms: Terms) -> Tensor:
 def added(*terms: Terms) -> Terms:
     """Adds up terms without normalising. As in `merge`, shifts may differ and empty terms are ignored."""
     lowest = torch.finfo(terms[0].shift.dtype).min
-    shifts = [torch.where(t.denominator > 0, t.shift, lowest) for t in terms]
+    shifts = []
+    for term in terms:
+        shifts.append(torch.where(term.denominator > 0, term.shift, lowest))
     common = torch.stack(torch.broadcast_tensors(*shifts)).amax(0)
-    scales = [torch.where(t.denominator > 0, (t.shift - common).exp(), 0) for t in terms]
-    numerator = sum(t.numerator * scale.unsqueeze(-1) for t, scale in zip(terms, scales, strict=True))
-    denominator = sum(t.denominator * scale for t, scale in zip(terms, scales, strict=True))
+    numerator = 0
+    denominator = 0
+    for term in terms:
+        scale = (term.shift - common).exp()
+        scale = torch.where(term.denominator > 0, scale, 0)  # the scale of an empty term may overflow
+        numerator = numerator + term.numerator * scale.unsqueeze(-1)
+        denominator = denominator + term.denominator * scale
     return Terms(numerator, denominator, common)
 
 

@@ -26,13 +26,18 @@ class FoldedMap:
 
     def __init__(self, a: Tensor, b: Tensor, c: Tensor, c_bias: Tensor, e_bias: Tensor) -> None:
         """A: [H, D, M], B: [H, I, M], C: [H, D, I], c_bias: [H, 1, I], e_bias: [H, 1, M] (applied from the right)."""
-        self.a, self.b, self.c, self.c_bias, self.e_bias = a, b, c, c_bias, e_bias
+        self.a = a
+        self.b = b
+        self.c = c
+        self.c_bias = c_bias
+        self.e_bias = e_bias
         self.width = c.shape[-1]
 
     def __call__(self, x: Tensor, baddbmm: Baddbmm = torch.baddbmm) -> Tensor:
         """Computes log phi: [H, N, D] -> [H, N, M]."""
         inner = F.gelu(baddbmm(self.c_bias, x, self.c))
-        return baddbmm(baddbmm(self.e_bias, x, self.a), inner, self.b)
+        linear = baddbmm(self.e_bias, x, self.a)
+        return baddbmm(linear, inner, self.b)
 
 
 class ReZeroMap(nn.Module):
@@ -54,7 +59,8 @@ class ReZeroMap(nn.Module):
         """Computes log phi layer by layer as in the paper: [H, N, D] -> [H, N, M]."""
         stem = torch.baddbmm(self.stem_bias, x, self.stem)
         inner = F.gelu(torch.baddbmm(self.up_bias, stem, self.up))
-        mixed = stem + self.alpha * torch.baddbmm(self.down_bias, inner, self.down)
+        block = torch.baddbmm(self.down_bias, inner, self.down)
+        mixed = stem + self.alpha * block
         return torch.baddbmm(self.out_bias, mixed, self.out)
 
     def fold(self) -> FoldedMap:
@@ -63,7 +69,8 @@ class ReZeroMap(nn.Module):
         b = self.alpha * (self.down @ self.out)
         c = self.stem @ self.up
         c_bias = torch.baddbmm(self.up_bias, self.stem_bias, self.up)
-        e_bias = torch.baddbmm(self.out_bias, self.stem_bias + self.alpha * self.down_bias, self.out)
+        mixed_bias = self.stem_bias + self.alpha * self.down_bias
+        e_bias = torch.baddbmm(self.out_bias, mixed_bias, self.out)
         return FoldedMap(a, b, c, c_bias, e_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,10 +88,12 @@ class ReZeroMap(nn.Module):
         d_emb = self.stem.shape[-1]
         if d_emb < d_in:
             raise ValueError(f"map.init positive_random_features needs d_emb >= head dimension ({d_emb} < {d_in})")
-        identity = torch.eye(d_in, d_emb, dtype=self.stem.dtype, device=self.stem.device)
+        stem = self.stem
+        identity = torch.eye(d_in, d_emb, dtype=stem.dtype, device=stem.device)
         self.stem.copy_(identity.expand(heads, -1, -1))
         self.stem_bias.zero_()
-        self.out[:, :d_in].copy_(directions.transpose(-1, -2))
+        weights = directions.transpose(-1, -2)
+        self.out[:, :d_in].copy_(weights)
         self.out[:, d_in:].zero_()
         self.out_bias.copy_(bias.unsqueeze(1))
         self.alpha.zero_()
@@ -115,7 +124,8 @@ class _ProductInBfloat16(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # noqa: D102
-        x, w = x.bfloat16(), w.bfloat16()
+        x = x.bfloat16()
+        w = w.bfloat16()
         ctx.save_for_backward(x, w)
         return _bmm_to_float32(x, w)
 
@@ -124,8 +134,11 @@ class _ProductInBfloat16(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor]:  # noqa: D102
         x, w = ctx.saved_tensors
         upstream = upstream.bfloat16()
-        for_x = _bmm_to_float32(upstream, w.transpose(-1, -2)) if ctx.needs_input_grad[0] else None
-        return for_x, _bmm_to_float32(x.transpose(-1, -2), upstream)
+        for_x = None
+        if ctx.needs_input_grad[0]:
+            for_x = _bmm_to_float32(upstream, w.transpose(-1, -2))
+        for_w = _bmm_to_float32(x.transpose(-1, -2), upstream)
+        return for_x, for_w
 
 
 def baddbmm_in_bfloat16(bias: Tensor, x: Tensor, w: Tensor) -> Tensor:
@@ -150,7 +163,8 @@ def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Ge
     for _ in range(math.ceil(d_phi / d_in)):
         q, r = torch.linalg.qr(normal())
         # QR's Q is uniform over rotations only with the signs fixed.
-        q = q * r.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
+        signs = r.diagonal(dim1=-2, dim2=-1).sign()
+        q = q * signs.unsqueeze(-2)
         lengths = normal().norm(dim=-1, keepdim=True)
         blocks.append(q * lengths)
     return torch.cat(blocks, dim=1)[:, :d_phi]
@@ -163,14 +177,18 @@ def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
     """
     query_shift = log_query.amax(-1, keepdim=True).detach()
     key_shift = log_key.amax(-1, keepdim=True).detach()
-    query, key = ((x - shift).clamp_min(LEAST).exp() for x, shift in ((log_query, query_shift), (log_key, key_shift)))
+    query = (log_query - query_shift).clamp_min(LEAST).exp()
+    key = (log_key - key_shift).clamp_min(LEAST).exp()
     z = query @ key.transpose(-1, -2)
-    return z.clamp_min(1e-30).log() + query_shift + key_shift.transpose(-1, -2)
+    log_z = z.clamp_min(1e-30).log()
+    return log_z + query_shift + key_shift.transpose(-1, -2)
 
 
 def _linear(heads: int, d_in: int, d_out: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Creates weight [H, in, out] and bias [H, 1, out] with torch.nn.Linear's default initialisation."""
     bound = 1 / math.sqrt(d_in)
-    weight = torch.empty(heads, d_in, d_out, dtype=torch.float32).uniform_(-bound, bound)
-    bias = torch.empty(heads, 1, d_out, dtype=torch.float32).uniform_(-bound, bound)
+    weight = torch.empty(heads, d_in, d_out, dtype=torch.float32)
+    weight.uniform_(-bound, bound)
+    bias = torch.empty(heads, 1, d_out, dtype=torch.float32)
+    bias.uniform_(-bound, bound)
     return nn.Parameter(weight), nn.Parameter(bias)

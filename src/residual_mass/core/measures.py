@@ -17,7 +17,8 @@ REL_L1_EPS = 1e-12
 
 def rel_l1(estimate: Tensor, full: Tensor) -> Tensor:
     """Returns ||estimate - full||_1 / (||full||_1 + 1e-12) over the last dimension: [..., D] -> [...]."""
-    return (estimate - full).abs().sum(-1) / (full.abs().sum(-1) + REL_L1_EPS)
+    error = (estimate - full).abs().sum(-1)
+    return error / (full.abs().sum(-1) + REL_L1_EPS)
 
 
 def residual_share(exact: Terms, residual: Terms) -> Tensor:
@@ -32,7 +33,9 @@ def mid_entropy(scores: Tensor, mid: Tensor) -> Tensor:
     scores [..., R, L], mid [..., 1 or R, L] bool -> [..., R] in [0, 1]; NaN where |M| < 2, which leaves it undefined.
     """
     log_p = scores.masked_fill(~mid, -torch.inf).log_softmax(-1)
-    entropy = -torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0).sum(-1)
+    summands = log_p.exp() * log_p
+    summands = torch.where(log_p > -torch.inf, summands, 0)  # p log p is 0 at p = 0, not NaN
+    entropy = -summands.sum(-1)
     count = mid.sum(-1).to(scores.dtype)
     return torch.where(count >= 2, entropy / count.log(), torch.nan)
 
@@ -43,9 +46,15 @@ def score_shape(scores: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
     scores [..., R, L], mid [..., 1 or R, L] bool -> [..., R] twice; NaN where all scores are equal or M is empty.
     """
     count = mid.sum(-1)
-    centred = torch.where(mid, scores - (torch.where(mid, scores, 0).sum(-1) / count).unsqueeze(-1), 0)
-    second, third, fourth = (centred.pow(power).sum(-1) / count for power in (2, 3, 4))
-    return third / second.pow(1.5), fourth / second.square() - 3
+    mean = torch.where(mid, scores, 0).sum(-1) / count
+    centred = scores - mean.unsqueeze(-1)
+    centred = torch.where(mid, centred, 0)
+    second = centred.pow(2).sum(-1) / count
+    third = centred.pow(3).sum(-1) / count
+    fourth = centred.pow(4).sum(-1) / count
+    skewness = third / second.pow(1.5)
+    excess_kurtosis = fourth / second.square() - 3
+    return skewness, excess_kurtosis
 
 
 def mass_recovery(scores: Tensor, mid: Tensor, retrieved: Tensor) -> Tensor:
@@ -60,5 +69,6 @@ def mass_curve(scores: Tensor, mid: Tensor, ks: Sequence[int]) -> Tensor:
     scores [..., R, L], mid [..., 1 or R, L] bool.
     """
     p = scores.masked_fill(~mid, -torch.inf).softmax(-1)
-    recovered = p.sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    descending = p.sort(-1, descending=True).values
+    recovered = descending.cumsum(-1, dtype=torch.float64)
     return recovered[..., torch.tensor(ks, device=scores.device) - 1]

@@ -74,7 +74,8 @@ class PartTerms(NamedTuple):
         along = weights * self.factor
         if moments.shared:
             along = (along * moments.spread.unsqueeze(-2)).sum(-1, keepdim=True)
-        return weights @ moments.mean_value + (along.unsqueeze(-2) @ self.slope).squeeze(-2)
+        regressed = (along.unsqueeze(-2) @ self.slope).squeeze(-2)
+        return weights @ moments.mean_value + regressed
 
 
 def moments_of(keys: Tensor, values: Tensor, part: Tensor, parts: int = 1) -> MomentState:
@@ -85,14 +86,18 @@ def moments_of(keys: Tensor, values: Tensor, part: Tensor, parts: int = 1) -> Mo
         part: [..., L] int64, the part of every token, -1 for none.
     """
     count, share, mean_key, mean_value = _means(keys, values, part, parts)
-    covariances = []
+    key_covariances = []
+    value_key_covariances = []
     for number in range(parts):  # one at a time: a batch of parts would copy the keys for each part
-        weights = (part == number).to(keys.dtype) * share[..., number, None]
+        inside = (part == number).to(keys.dtype)
+        weights = inside * share[..., number, None]
         centred_keys = keys - mean_key[..., number, None, :]
         weighted = weights.unsqueeze(-1) * centred_keys
+        key_covariances.append(centred_keys.transpose(-1, -2) @ weighted)
         centred_values = values - mean_value[..., number, None, :]
-        covariances.append((centred_keys.transpose(-1, -2) @ weighted, centred_values.transpose(-1, -2) @ weighted))
-    key_covariance, value_key = (torch.stack(matrices, dim=-3) for matrices in zip(*covariances, strict=True))
+        value_key_covariances.append(centred_values.transpose(-1, -2) @ weighted)
+    key_covariance = torch.stack(key_covariances, dim=-3)
+    value_key = torch.stack(value_key_covariances, dim=-3)
     return MomentState(count, mean_key, mean_value, key_covariance, value_key, torch.ones_like(count))
 
 
@@ -102,27 +107,35 @@ def shared_moments_of(keys: Tensor, values: Tensor, part: Tensor, parts: int) ->
     Sigma and C are pooled within parts over all tokens. r is the trace of a part's own covariance over that of Sigma.
     """
     count, share, mean_key, mean_value = _means(keys, values, part, parts)
-    centred_keys = (part >= 0).to(keys.dtype).unsqueeze(-1) * from_own(keys, mean_key, part)
+    inside = (part >= 0).to(keys.dtype).unsqueeze(-1)
+    centred_keys = inside * from_own(keys, mean_key, part)  # zero outside the mid-region, so that values need no mask
     centred_values = from_own(values, mean_value, part)
     total = count.sum(-1)[..., None, None].clamp_min(1)
-    key_covariance, value_key = (x.transpose(-1, -2) @ centred_keys / total for x in (centred_keys, centred_values))
-    own_trace = totals(centred_keys.square().sum(-1, keepdim=True), part, parts, share).squeeze(-1)
-    return MomentState(
-        count, mean_key, mean_value, key_covariance.unsqueeze(-3), value_key.unsqueeze(-3),
-        own_trace / trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1),
-    )  # fmt: skip
+    key_covariance = centred_keys.transpose(-1, -2) @ centred_keys / total
+    value_key = centred_values.transpose(-1, -2) @ centred_keys / total
+    # The trace of a covariance is the mean squared distance from the mean, which needs no matrix for each part.
+    squares = centred_keys.square().sum(-1, keepdim=True)
+    own_trace = totals(squares, part, parts, share).squeeze(-1)
+    spread = own_trace / _shared_trace(key_covariance)
+    key_covariance = key_covariance.unsqueeze(-3)
+    value_key = value_key.unsqueeze(-3)
+    return MomentState(count, mean_key, mean_value, key_covariance, value_key, spread)
 
 
 def _means(keys: Tensor, values: Tensor, part: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Counts n of the parts, 1 / n, and mean keys and values."""
     count = counts(part, parts).to(keys.dtype)
     share = 1 / count.clamp_min(1)
-    return count, share, totals(keys, part, parts, share), totals(values, part, parts, share)
+    mean_key = totals(keys, part, parts, share)
+    mean_value = totals(values, part, parts, share)
+    return count, share, mean_key, mean_value
 
 
 def from_own(x: Tensor, means: Tensor, part: Tensor) -> Tensor:
     """Subtracts the mean [..., P, D] of each token's part from x [..., L, D]; without a part, the mean of part 0."""
-    return x - means.gather(-2, part.clamp_min(0).unsqueeze(-1).expand(*part.shape, means.shape[-1]))
+    own = part.clamp_min(0).unsqueeze(-1)
+    own = own.expand(*part.shape, means.shape[-1])
+    return x - means.gather(-2, own)
 
 
 def merged(first: MomentState, second: MomentState) -> MomentState:
@@ -132,30 +145,40 @@ def merged(first: MomentState, second: MomentState) -> MomentState:
     """
     count = first.count + second.count
     share = (second.count / count.clamp_min(1)).unsqueeze(-1)
-    key_step, value_step = second.mean_key - first.mean_key, second.mean_value - first.mean_value
+    key_step = second.mean_key - first.mean_key
+    value_step = second.mean_value - first.mean_value
     between = (share * (1 - share)).unsqueeze(-1)
 
     def covariance(a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> Tensor:
         own = first.spread[..., None, None] * a
-        return own + share.unsqueeze(-1) * (b - own) + between * left.unsqueeze(-1) * right.unsqueeze(-2)
+        within = own + share.unsqueeze(-1) * (b - own)
+        # The means of both sets differ: the outer product of these steps adds to the covariance.
+        step = between * left.unsqueeze(-1)
+        return within + step * right.unsqueeze(-2)
 
-    both = MomentState(
-        count,
-        first.mean_key + share * key_step,
-        first.mean_value + share * value_step,
-        covariance(first.key_covariance, second.key_covariance, key_step, key_step),
-        covariance(first.value_key_covariance, second.value_key_covariance, value_step, key_step),
-        torch.ones_like(count),
-    )
+    mean_key = first.mean_key + share * key_step
+    mean_value = first.mean_value + share * value_step
+    key_covariance = covariance(first.key_covariance, second.key_covariance, key_step, key_step)
+    value_key = covariance(first.value_key_covariance, second.value_key_covariance, value_step, key_step)
+    both = MomentState(count, mean_key, mean_value, key_covariance, value_key, torch.ones_like(count))
     return _pooled(both) if first.shared else both
 
 
 def _pooled(own: MomentState) -> MomentState:
     """Replaces the parts' own covariances by shared ones."""
-    weights = (own.count / own.count.sum(-1, keepdim=True).clamp_min(1))[..., None, None]
-    key_covariance, value_key = ((weights * x).sum(-3) for x in (own.key_covariance, own.value_key_covariance))
-    spread = trace(own.key_covariance) / trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1)
-    return MomentState(*own[:3], key_covariance.unsqueeze(-3), value_key.unsqueeze(-3), spread)
+    total = own.count.sum(-1, keepdim=True).clamp_min(1)
+    weights = (own.count / total)[..., None, None]
+    key_covariance = (weights * own.key_covariance).sum(-3)
+    value_key = (weights * own.value_key_covariance).sum(-3)
+    spread = trace(own.key_covariance) / _shared_trace(key_covariance)
+    key_covariance = key_covariance.unsqueeze(-3)
+    value_key = value_key.unsqueeze(-3)
+    return own._replace(key_covariance=key_covariance, value_key_covariance=value_key, spread=spread)
+
+
+def _shared_trace(key_covariance: Tensor) -> Tensor:
+    """Returns the trace of a shared covariance [..., D, D], at least LEAST_VARIANCE, to divide by: [..., 1]."""
+    return trace(key_covariance).clamp_min(LEAST_VARIANCE).unsqueeze(-1)
 
 
 def trace(covariance: Tensor) -> Tensor:
@@ -200,21 +223,26 @@ def _scores(queries: Tensor, moments: MomentState) -> tuple[Tensor, Tensor, Tens
     """Returns mean and variance [..., R, P] of each part's scores, and C q [..., R, P or 1, D]."""
     mean = queries @ moments.mean_key.transpose(-1, -2)
     rows = queries.unsqueeze(-3)  # [..., 1, R, D]
-    variance = ((rows @ moments.key_covariance) * rows).sum(-1).transpose(-1, -2)
+    variance = ((rows @ moments.key_covariance) * rows).sum(-1)  # q' Sigma q, [..., P or 1, R]
+    variance = variance.transpose(-1, -2)
     if moments.shared:
         variance = variance * moments.spread.unsqueeze(-2)
-    slope = (rows @ moments.value_key_covariance.transpose(-1, -2)).transpose(-2, -3)
+    slope = rows @ moments.value_key_covariance.transpose(-1, -2)  # [..., P or 1, R, D]
+    slope = slope.transpose(-2, -3)
     return mean, variance.clamp_min(LEAST_VARIANCE), slope
 
 
 def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
     """Returns log (Z / n) and the factor of b in nu / Z, for Gaussian scores below a threshold; all of one shape."""
     deviation = variance.sqrt()
-    distance = torch.minimum((threshold - mean) / deviation, deviation + WHOLE).clamp_min(-FARTHEST)
+    distance = (threshold - mean) / deviation
+    distance = torch.minimum(distance, deviation + WHOLE).clamp_min(-FARTHEST)
     # Phi(a) = e^(-a^2 / 2) tail / 2. With a = distance - s, a^2 cancels against s^2 before either is rounded.
     tail = torch.special.erfcx(math.sqrt(0.5) * (deviation - distance))
-    log_mass = mean + distance * (deviation - 0.5 * distance) + (0.5 * tail).log()
-    return log_mass, 1 - math.sqrt(2 / math.pi) / (tail * deviation)
+    exponent = mean + distance * (deviation - 0.5 * distance)
+    log_mass = exponent + (0.5 * tail).log()
+    pdf_scale = math.sqrt(2 / math.pi)  # pdf(a) / Phi(a) = pdf_scale / tail
+    return log_mass, 1 - pdf_scale / (tail * deviation)
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
@@ -237,7 +265,8 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
         mid: [..., L] bool, broadcast to the keys.
     """
     inside = mid.expand(keys.shape[:-1])
-    place, count = inside.cumsum(-1) - 1, inside.sum(-1, keepdim=True).clamp_min(1)
+    place = inside.cumsum(-1) - 1
+    count = inside.sum(-1, keepdim=True).clamp_min(1)
     starts = torch.where(inside, place * parts // count, -1)
     return starts if parts == 1 else _moved(keys, mid, starts, parts, None)
 
@@ -245,19 +274,27 @@ def clusters(keys: Tensor, mid: Tensor, parts: int) -> Tensor:
 def clusters_of(keys: Tensor, mid: Tensor, size: int) -> Tensor:
     """Same as `clusters` with one cluster for every `size` tokens of the mid-region, at most P = ceil(L / size)."""
     parts = -(-mid.shape[-1] // size)
-    starts = torch.where(mid, (mid.cumsum(-1) - 1) // size, -1).expand(keys.shape[:-1])
+    place = mid.cumsum(-1) - 1
+    starts = torch.where(mid, place // size, -1)
+    starts = starts.expand(keys.shape[:-1])
     return _moved(keys, mid, starts, parts, counts(starts, parts) > 0)
 
 
 def _moved(keys: Tensor, mid: Tensor, starts: Tensor, parts: int, present: Tensor | None) -> Tensor:
     """Runs Lloyd's algorithm from the first token of each part in `starts`; `present` as in `nearest`."""
-    columns = torch.arange(starts.shape[-1], device=starts.device).expand_as(starts)
-    first = torch.full((*starts.shape[:-1], parts + 1), starts.shape[-1], device=starts.device)
-    first = first.scatter_reduce(-1, starts % (parts + 1), columns, "amin")[..., :parts]  # -1 goes to the last slot
-    first = torch.where(first < starts.shape[-1], first, 0)
-    centres = keys.gather(-2, first.unsqueeze(-1).expand(*first.shape, keys.shape[-1]))
+    *leading, length = starts.shape
+    columns = torch.arange(length, device=starts.device).expand_as(starts)
+    shape = (*leading, parts + 1)
+    slots = torch.full(shape, length, device=starts.device)
+    slot = starts % (parts + 1)  # -1 goes to the last slot
+    first = slots.scatter_reduce(-1, slot, columns, "amin")[..., :parts]
+    first = torch.where(first < length, first, 0)  # an empty part starts from column 0
+    width = keys.shape[-1]
+    first = first.unsqueeze(-1).expand(*leading, parts, width)
+    centres = keys.gather(-2, first)
     for _ in range(ROUNDS):
-        count, means = centroids_of(keys, nearest(keys, mid, centres, present), parts)
+        part = nearest(keys, mid, centres, present)
+        count, means = centroids_of(keys, part, parts)
         centres = torch.where(count.unsqueeze(-1) > 0, means, centres)
     return nearest(keys, mid, centres, present)
 
@@ -277,19 +314,26 @@ def nearest(keys: Tensor, mid: Tensor, centres: Tensor, present: Tensor | None) 
         if present is not None:
             distances = distances.masked_fill(~present.unsqueeze(-2), torch.inf)
         near.append(distances.argmin(-1))
-    return torch.where(mid, torch.cat(near, -1) if near else keys.new_zeros(keys.shape[:-1], dtype=torch.long), -1)
+    if near:
+        numbers = torch.cat(near, -1)
+    else:  # no keys
+        numbers = keys.new_zeros(keys.shape[:-1], dtype=torch.long)
+    return torch.where(mid, numbers, -1)
 
 
 def counts(part: Tensor, parts: int) -> Tensor:
     """Counts the tokens of every part: [..., P] int64."""
     slots = part.new_zeros(*part.shape[:-1], parts + 1)
-    return slots.scatter_add_(-1, part % (parts + 1), torch.ones_like(part))[..., :parts]
+    slot = part % (parts + 1)  # -1 goes to the last slot
+    slots.scatter_add_(-1, slot, torch.ones_like(part))
+    return slots[..., :parts]
 
 
 def centroids_of(keys: Tensor, part: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Returns count [..., P] and mean key [..., P, D] of every part, in the dtype of the keys; 0 for an empty part."""
     count = counts(part, parts).to(keys.dtype)
-    return count, totals(keys, part, parts) / count.clamp_min(1).unsqueeze(-1)
+    divisor = count.clamp_min(1).unsqueeze(-1)
+    return count, totals(keys, part, parts) / divisor
 
 
 def totals(x: Tensor, part: Tensor, parts: int, share: Tensor | None = None) -> Tensor:
@@ -299,12 +343,16 @@ def totals(x: Tensor, part: Tensor, parts: int, share: Tensor | None = None) -> 
         part: [..., L] int64, -1 for none.
         share: [..., P], multiplies a part's summands before they are added.
     """
-    numbers, total = torch.arange(parts, device=part.device), x.new_zeros(*x.shape[:-2], parts, x.shape[-1])
+    *leading, _, columns = x.shape
+    total = x.new_zeros(*leading, parts, columns)
+    numbers = torch.arange(parts, device=part.device)
     for rows in _chunks(part.shape[-1], parts):
-        members = (part[..., rows].unsqueeze(-1) == numbers).to(x.dtype)
+        own = part[..., rows].unsqueeze(-1)
+        members = (own == numbers).to(x.dtype)  # [..., L, P], one 1 in the row of every token of a part
         if share is not None:
             members = members * share.unsqueeze(-2)
-        total = total + members.transpose(-1, -2) @ x[..., rows, :]
+        members = members.transpose(-1, -2)
+        total = total + members @ x[..., rows, :]
     return total
 
 

@@ -58,15 +58,21 @@ class Targets(NamedTuple):
 
     def select_supports(self, chosen: list[int]) -> Targets:
         """Selects supports, given as indices."""
-        exact, log_rest = self.exact[..., chosen, :], self.log_rest[..., chosen]
+        exact = self.exact[..., chosen, :]
+        log_rest = self.log_rest[..., chosen]
         return self._replace(exact=exact, log_rest=log_rest, ks=self.ks[..., chosen])
 
     @staticmethod
     def joined(parts: Sequence[Targets]) -> Targets:
         """Concatenates the targets of consecutive query positions, for the same supports."""
         most = max(part.best.shape[-1] for part in parts)
-        parts = [part._replace(best=F.pad(part.best, (0, most - part.best.shape[-1]))) for part in parts]
-        return Targets(*(torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)))
+        padded = []
+        for part in parts:
+            missing = most - part.best.shape[-1]
+            best = F.pad(part.best, (0, missing))
+            padded.append(part._replace(best=best))
+        fields = zip(*padded, strict=True)
+        return Targets(*(torch.cat(tensors, 1) for tensors in fields))
 
 
 class Completion(NamedTuple):
@@ -92,25 +98,26 @@ def exact_targets(scores: Tensor, values: Tensor, window: Window, ks: Tensor) ->
     columns = torch.arange(scores.shape[-1], device=scores.device)
     last = window.last[:, None, None]
     visible = columns <= last  # [Q, 1, L]
-    mid = visible & (columns >= window.sink) & (columns <= last - window.tail)
+    before_tail = columns <= last - window.tail
+    mid = visible & (columns >= window.sink) & before_tail
     shift = scores.masked_fill(~visible, -torch.inf).amax(-1)
-    weights = torch.where(visible, (scores - shift.unsqueeze(-1)).clamp_(LEAST, 0).exp_(), 0)
+    weights = (scores - shift.unsqueeze(-1)).clamp_(LEAST, 0).exp_()
+    weights = torch.where(visible, weights, 0)
     mid_weights = weights * mid
     values = _with_one(values)
     ks = ks.minimum(mid.sum(-1)).unsqueeze(0)
-    most = ks.amax(-1, keepdim=True) if ks.shape[-1] else ks.new_zeros(*ks.shape[:-1], 1)
+    if ks.shape[-1]:
+        most = ks.amax(-1, keepdim=True)
+    else:
+        most = ks.new_zeros(*ks.shape[:-1], 1)
     best = exhaustive_topk(scores, mid, most.expand(scores.shape[:-1]))
     best_weights = mid_weights.gather(-1, best.indices).mul_(best.valid)
     retrieved = _sum_of_first(best_weights, ks, values, best.indices)
-    anchors, total = ((x.flatten(1, 2) @ values).unflatten(1, x.shape[1:3]) for x in (weights - mid_weights, weights))
-    return Targets(
-        shift=shift,
-        output=total[..., :-1] / total[..., -1:],
-        exact=anchors.unsqueeze(-2) + retrieved,
-        log_rest=_log_rest(mid_weights, best.indices, ks),
-        best=best.indices.int(),
-        ks=ks,
-    )
+    anchors = _product_by_head(weights - mid_weights, values)
+    exact = anchors.unsqueeze(-2) + retrieved
+    output = _normalised(_product_by_head(weights, values))
+    log_rest = _log_rest(mid_weights, best.indices, ks)
+    return Targets(shift, output, exact, log_rest, best.indices.int(), ks)
 
 
 def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Completion:
@@ -121,21 +128,27 @@ def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window,
     """
     values = _with_one(values)
     ends = (window.last + 1 - window.tail).clamp_min(window.sink)
-    features, log_shift = _key_features(log_key[:, window.sink : int(ends.max())])
-    states = _prefix_sums(features, values[:, window.sink :], ends - window.sink)
+    first = window.sink  # column of the first mid-region key, of which features and kernel have column 0
+    log_features = log_key[:, first : int(ends.max())]
+    features, log_shift = _key_features(log_features)
+    states = _prefix_sums(features, values[:, first:], ends - first)
     weights, largest = _query_weights(log_query, log_shift)
     whole = weights @ states
     # Few entries of the kernel are needed, but to compute all of it is no slower than to gather these keys' features.
     if not features.shape[1]:  # no row has a mid-region, but slots need a valid index
         features = F.pad(features, (0, 0, 0, 1))
-    kernel = (weights.flatten(1, 2) @ features.transpose(-1, -2)).unflatten(1, weights.shape[1:3])
+    kernel = _product_by_head(weights, features.transpose(-1, -2))  # [H, Q, G, L of the mid-region]
     best = targets.best.long()
     # Slots that no support counts may hold any index.
-    best_kernel = kernel.gather(-1, (best - window.sink).clamp(0, kernel.shape[-1] - 1))
+    kernel_columns = (best - first).clamp(0, kernel.shape[-1] - 1)
+    best_kernel = kernel.gather(-1, kernel_columns)
     taken = _sum_of_first(best_kernel, targets.ks, values, best)
-    rest = whole.unsqueeze(-2) - taken
-    kept = rest[..., -1:] > CLAMP_RELATIVE * whole[..., None, -1:]
-    return Completion(torch.where(kept, rest, 0), whole.unsqueeze(-2), largest - targets.shift)
+    whole = whole.unsqueeze(-2)
+    rest = whole - taken
+    least_mass = CLAMP_RELATIVE * whole[..., -1:]
+    kept = rest[..., -1:] > least_mass
+    rest = torch.where(kept, rest, 0)
+    return Completion(rest, whole, largest - targets.shift)
 
 
 def residual_losses(completion: Completion, targets: Targets, weight_z: float, relative: bool = False) -> Tensor:
@@ -154,25 +167,28 @@ def residual_losses(completion: Completion, targets: Targets, weight_z: float, r
         dropped = output_errors(torch.zeros_like(completion.whole), completion.unit, targets)
         errors = errors / dropped.mean((0, 1, 2)).clamp_min(1e-6)
     gap = log_mass_error(completion, targets)
-    losses = errors + weight_z * huber(torch.where(gap.isfinite(), gap, 0), 1.0)
-    return torch.where(targets.log_rest > -torch.inf, losses, 0).mean(-1)
+    gap = torch.where(gap.isfinite(), gap, 0)
+    losses = errors + weight_z * huber(gap, 1.0)
+    has_rest = targets.log_rest > -torch.inf
+    return torch.where(has_rest, losses, 0).mean(-1)
 
 
 def output_errors(residual: Tensor, unit: Tensor, targets: Targets) -> Tensor:
     """Relative l1 error of the exact terms merged with `residual` [H, Q, G, 1 or S, D + 1]: [H, Q, G, S]."""
     common = unit.clamp_min(0)[..., None, None]  # exact terms are in units of e^0; neither may overflow
-    both = (
-        targets.exact * (-common).clamp_min(LEAST).exp()
-        + residual * (unit[..., None, None] - common).clamp_min(LEAST).exp()
-    )
-    return rel_l1(both[..., :-1] / both[..., -1:], targets.output.unsqueeze(-2))
+    exact = targets.exact * (-common).clamp_min(LEAST).exp()
+    residual_scale = (unit[..., None, None] - common).clamp_min(LEAST).exp()
+    both = exact + residual * residual_scale
+    return rel_l1(_normalised(both), targets.output.unsqueeze(-2))
 
 
 def log_mass_error(completion: Completion, targets: Targets) -> Tensor:
     """Returns log Z_R hat - log Z_R, [H, Q, G, S]; not finite for an empty or a dropped residual."""
     mass = completion.rest[..., -1]
-    estimated = torch.where(mass > 0, mass, 1).log() + completion.unit.unsqueeze(-1)
-    return torch.where(mass > 0, estimated, -torch.inf) - targets.log_rest
+    log_mass = torch.where(mass > 0, mass, 1).log()  # the gradient of log 0 is not finite, even where it is not taken
+    estimated = log_mass + completion.unit.unsqueeze(-1)
+    estimated = torch.where(mass > 0, estimated, -torch.inf)
+    return estimated - targets.log_rest
 
 
 def lolcats_losses(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window, targets: Targets) -> Tensor:
@@ -181,8 +197,22 @@ def lolcats_losses(log_query: Tensor, log_key: Tensor, values: Tensor, window: W
     """
     features, log_shift = _key_features(log_key)
     weights, _ = _query_weights(log_query, log_shift)
-    output = weights @ _prefix_sums(features, _with_one(values), window.last + 1)
-    return (output[..., :-1] / output[..., -1:] - targets.output).square().mean(-1)
+    states = _prefix_sums(features, _with_one(values), window.last + 1)
+    output = _normalised(weights @ states)
+    return (output - targets.output).square().mean(-1)
+
+
+def _normalised(terms: Tensor) -> Tensor:
+    """Divides the numerator by the denominator, which is the last column: [..., D + 1] -> [..., D]."""
+    return terms[..., :-1] / terms[..., -1:]
+
+
+def _product_by_head(rows: Tensor, matrix: Tensor) -> Tensor:
+    """Multiplies the rows [H, Q, G, N] of all query positions and query heads and a matrix [H, N, C] of each KV head:
+    [H, Q, G, C].
+    """
+    product = rows.flatten(1, 2) @ matrix
+    return product.unflatten(1, rows.shape[1:3])
 
 
 def _prefix_sums(features: Tensor, values: Tensor, ends: Tensor) -> Tensor:
@@ -190,8 +220,12 @@ def _prefix_sums(features: Tensor, values: Tensor, ends: Tensor) -> Tensor:
     order = ends.argsort()
     bounds = [0, *ends[order].tolist()]
     widths = [stop - start for start, stop in pairwise(bounds)]
-    parts = zip(features[:, : bounds[-1]].split(widths, 1), values[:, : bounds[-1]].split(widths, 1), strict=True)
-    sums = torch.stack([f.transpose(-1, -2) @ v for f, v in parts], 1).cumsum(1)
+    part_features = features[:, : bounds[-1]].split(widths, 1)
+    part_values = values[:, : bounds[-1]].split(widths, 1)
+    sums = []
+    for part, own_values in zip(part_features, part_values, strict=True):
+        sums.append(part.transpose(-1, -2) @ own_values)
+    sums = torch.stack(sums, 1).cumsum(1)  # of the keys up to each end, in ascending order
     return sums[:, order.argsort()]
 
 
@@ -221,14 +255,24 @@ def _sum_of_first(weights: Tensor, ks: Tensor, values: Tensor, best: Tensor) -> 
 
     weights, best: [H, Q, G, K]; ks: [1, Q, S].
     """
-    first = torch.arange(weights.shape[-1], device=ks.device) < ks[:, :, None, :, None]  # [1, Q, 1, S, K]
+    rank = torch.arange(weights.shape[-1], device=ks.device)
+    first = rank < ks[:, :, None, :, None]  # [1, Q, 1, S, K]
     counted = weights.unsqueeze(-2) * first
     indices = best.unsqueeze(-2).expand(counted.shape)
-    return weighted_sum(counted.flatten(1, 3), indices.flatten(1, 3), values).unflatten(1, counted.shape[1:-1])
+    sums = weighted_sum(counted.flatten(1, 3), indices.flatten(1, 3), values)
+    return sums.unflatten(1, counted.shape[1:-1])
 
 
 def _log_rest(weights: Tensor, best: Tensor, ks: Tensor) -> Tensor:
     """Computes log Z_R of each support, [H, Q, G, S], from weights of the mid-region: sums, and does not subtract."""
-    rank, best_weights = torch.arange(best.shape[-1], device=best.device), weights.gather(-1, best)
-    rest = [weights.scatter(-1, best, best_weights * (rank >= k[..., None, None])).sum(-1).log() for k in ks.unbind(-1)]
-    return torch.stack(rest, -1) if rest else weights.new_zeros(*weights.shape[:3], 0)
+    if not ks.shape[-1]:
+        return weights.new_zeros(*weights.shape[:3], 0)
+    rank = torch.arange(best.shape[-1], device=best.device)
+    best_weights = weights.gather(-1, best)
+    log_rest = []
+    for k in ks.unbind(-1):
+        unread = rank >= k[..., None, None]
+        # The weights of the tokens that this support retrieves are replaced by 0.
+        mass = weights.scatter(-1, best, best_weights * unread).sum(-1)
+        log_rest.append(mass.log())
+    return torch.stack(log_rest, -1)

@@ -2,7 +2,7 @@
 
 Three passes over blocks of keys compute the teacher's row maxima, then the sums behind every term and so the loss, then
 the gradient in closed form, recomputing each block's scores. No tensor of size [R, L] is kept. On a GPU the passes are
-kernels (`fused.triton_score_matching`).
+kernels (`gpu.training`), which the trainer passes in.
 
 Shape letters: H = KV heads, R = query rows of a KV head (of all its query heads), L = keys, D = head dimension, M =
 features, B = keys of a block.
@@ -11,18 +11,14 @@ features, B = keys of a block.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from residual_mass.core.feature_maps import LEAST
-from residual_mass.core.fused import kernels_run_on, tiles_fit
-
-if TYPE_CHECKING:
-    from residual_mass.core.fused.triton_score_matching import TritonPasses
 
 MASKED = -1e9
 """Score of an invisible key; finite, so that the difference of two masked scores is not NaN."""
@@ -116,80 +112,113 @@ class Factors(NamedTuple):
     z: Tensor
 
 
-class _TorchPasses:
+class TorchPasses:
     """The passes over one layer's keys, one block at a time; `TritonPasses` has the same two methods."""
 
     def __init__(self, inputs: Inputs, weights: Weights):
         dtype = inputs.query_shift.dtype
-        self.weights, self.last, self.keys = weights, inputs.last, inputs.keys
+        self.weights = weights
+        self.last = inputs.last
+        self.keys = inputs.keys
         self.queries = inputs.queries.to(dtype) * inputs.scale
-        self.rounded, self.query, self.key = inputs.key.dtype, inputs.query.to(dtype), inputs.key.to(dtype)
-        self.query_shift, self.key_shift = inputs.query_shift.unsqueeze(-1), inputs.key_shift
+        self.rounded = inputs.key.dtype
+        self.query = inputs.query.to(dtype)
+        self.key = inputs.key.to(dtype)
+        self.query_shift = inputs.query_shift.unsqueeze(-1)
+        self.key_shift = inputs.key_shift
         self.last_seen = self.last.tolist()
         heads, rows, _ = self.queries.shape
-        self.width = max(16, PAIRS_AT_ONCE[self.queries.device.type] // (heads * rows))
+        pairs = PAIRS_AT_ONCE[self.queries.device.type]
+        self.width = max(16, pairs // (heads * rows))
         self.maxima = self._maxima()
         self.newest: Pairs | None = None
         """Scores of the last block, kept because the gradients start with it."""
 
     def sums(self) -> Sums:
         """Computes the rows' sums, relative to their maxima."""
-        weights, shape = self.weights, self.queries.shape[:2]
-        warm, cold, crossed, in_band, top, false_positive = self.queries.new_zeros(6, *shape)
-        warm_hat, cold_hat = _RunningLogSum(shape, self.queries), _RunningLogSum(shape, self.queries)
+        totals = _RunningSums(self.queries)
         for block in self:
-            self.newest = pairs = self.pairs(block)
-            rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
-            share = (r / weights.tau).clamp_min_(LEAST).exp_()
-            gap = r - r_hat
-            warm[:, rows] += share.sum(-1)
-            crossed[:, rows] += share.mul_(gap).sum(-1)
-            cold[:, rows] += torch.clamp_min(r, LEAST, out=share).exp_().sum(-1)
-            largest = r_hat.amax(-1)
-            torch.sub(r_hat, largest.unsqueeze(-1), out=share).div_(weights.tau).clamp_min_(LEAST).exp_()
-            warm_hat.add(rows, share.sum(-1), largest / weights.tau)
-            if pairs.hidden is None:
-                mass, unit = self.key_mass(block, rows)
-                cold_hat.add(rows, (pairs.kernel @ mass.unsqueeze(-1)).squeeze(-1), unit)
-            else:
-                torch.sub(r_hat, largest.unsqueeze(-1), out=share).clamp_min_(LEAST).exp_()
-                cold_hat.add(rows, share.sum(-1), largest)
-            band = _band(r, weights.band)
-            in_band[:, rows] += band.sum(-1)
-            # A hidden key counts as beyond the band; with r_hat = MASKED its false-positive error is zero.
-            errors = huber((r_hat + weights.band).clamp_min_(0).lerp_(gap, band), weights.huber_delta)
-            false_positive[:, rows] += errors.sum(-1)
-            top[:, rows] += errors.mul_(band).sum(-1)
-        return Sums(
-            warm.log(), warm_hat.value(), cold.log(), cold_hat.value(), crossed / weights.tau, in_band, top,
-            beyond(self.last, in_band), false_positive - top,
-        )  # fmt: skip
+            pairs = self.pairs(block)
+            gap = pairs.teacher - pairs.student
+            self._add_exponentials(totals, block, pairs, gap)
+            self._add_errors(totals, pairs, gap)
+            self.newest = pairs
+        return totals.value(self.weights.tau, self.last)
+
+    def _add_exponentials(self, totals: _RunningSums, block: slice, pairs: Pairs, gap: Tensor) -> None:
+        """Adds a block's keys to the sums behind L_KL and L_Z; gap [H, T, B] = r - r_hat."""
+        tau = self.weights.tau
+        rows = pairs.rows
+        r = pairs.teacher
+        r_hat = pairs.student
+        share = (r / tau).clamp_min_(LEAST).exp_()  # the buffer of all exponentials of this block
+        totals.warm[:, rows] += share.sum(-1)
+        share.mul_(gap)
+        totals.crossed[:, rows] += share.sum(-1)
+        torch.clamp_min(r, LEAST, out=share).exp_()
+        totals.cold[:, rows] += share.sum(-1)
+        largest = r_hat.amax(-1)
+        torch.sub(r_hat, largest.unsqueeze(-1), out=share)
+        share.div_(tau).clamp_min_(LEAST).exp_()
+        totals.warm_hat.add(rows, share.sum(-1), largest / tau)
+        if pairs.hidden is None:
+            # exp(r_hat) is a product of the kernel and factors of row and key: no exponentials.
+            mass, unit = self.key_mass(block, rows)
+            summed = (pairs.kernel @ mass.unsqueeze(-1)).squeeze(-1)
+            totals.cold_hat.add(rows, summed, unit)
+        else:
+            torch.sub(r_hat, largest.unsqueeze(-1), out=share)
+            share.clamp_min_(LEAST).exp_()
+            totals.cold_hat.add(rows, share.sum(-1), largest)
+
+    def _add_errors(self, totals: _RunningSums, pairs: Pairs, gap: Tensor) -> None:
+        """Adds a block's keys to the sums behind L_top and L_fp; gap [H, T, B] = r - r_hat."""
+        weights = self.weights
+        rows = pairs.rows
+        band = _band(pairs.teacher, weights.band)
+        totals.in_band[:, rows] += band.sum(-1)
+        # A hidden key counts as beyond the band; with r_hat = MASKED its false-positive error is zero.
+        errors = (pairs.student + weights.band).clamp_min_(0).lerp_(gap, band)
+        errors = huber(errors, weights.huber_delta)
+        totals.all_errors[:, rows] += errors.sum(-1)
+        errors.mul_(band)
+        totals.top[:, rows] += errors.sum(-1)
 
     def gradients(self, sums: Sums, factors: Factors) -> tuple[Tensor, Tensor]:
         """Computes the derivatives with respect to features: [H, R, M] and [H, L, M] float32 or float64."""
-        for_query, for_key = torch.zeros_like(self.query), torch.zeros_like(self.key)
-        newest, self.newest = self.newest, None
+        for_query = torch.zeros_like(self.query)
+        for_key = torch.zeros_like(self.key)
         for block in reversed(list(self)):
-            pairs = newest or self.pairs(block)
-            newest = None
-            slope = self._slopes(block, pairs, sums, factors).to(self.rounded).to(for_key.dtype)
-            for_query[:, pairs.rows] += slope @ self.key[:, block]
-            for_key[:, block] = slope.transpose(-1, -2) @ self.query[:, pairs.rows]
+            pairs = self.newest or self.pairs(block)
+            self.newest = None
+            slope = self._slopes(block, pairs, sums, factors)
+            slope = slope.to(self.rounded).to(for_key.dtype)
+            key = self.key[:, block]
+            for_query[:, pairs.rows] += slope @ key
+            query = self.query[:, pairs.rows]
+            for_key[:, block] = slope.transpose(-1, -2) @ query
         return for_query, for_key
 
     def __iter__(self) -> Iterator[slice]:
         """Yields blocks of keys, first those that every row sees completely and that need no mask."""
-        all_see, length = self.last_seen[0] + 1, self.last_seen[-1] + 1
+        all_see = self.last_seen[0] + 1
+        length = self.last_seen[-1] + 1
         for start, stop in ((0, all_see), (all_see, length)):
             for first in range(start, stop, self.width):
                 yield slice(first, min(first + self.width, stop))
 
     def pairs(self, block: slice) -> Pairs:
+        """Computes the scores of a block."""
         rows, hidden = self._visibility(block)
-        teacher = (self.queries[:, rows] @ self._keys(block)).sub_(self.maxima[:, rows])
+        teacher = self.queries[:, rows] @ self._keys(block)
+        teacher.sub_(self.maxima[:, rows])
         floor = torch.finfo(teacher.dtype).tiny * 1e8  # so that 1 / z stays finite in the gradient
-        kernel = (self.query[:, rows] @ self.key[:, block].transpose(-1, -2)).clamp_min_(floor)
-        student = kernel.log().add_((self.query_shift - self.maxima)[:, rows]).add_(self.key_shift[:, None, block])
+        key = self.key[:, block].transpose(-1, -2)
+        kernel = (self.query[:, rows] @ key).clamp_min_(floor)
+        # The student's score is log z plus the logarithms of both features' units, here less the teacher's maximum.
+        row_shift = (self.query_shift - self.maxima)[:, rows]
+        key_shift = self.key_shift[:, None, block]
+        student = kernel.log().add_(row_shift).add_(key_shift)
         if hidden is not None:
             teacher.masked_fill_(hidden, MASKED)
             student.masked_fill_(hidden, MASKED)
@@ -204,37 +233,59 @@ class _TorchPasses:
 
     def _slopes(self, block: slice, pairs: Pairs, sums: Sums, factors: Factors) -> Tensor:
         """Computes the derivative of the rows' losses with respect to z: [H, T, B]."""
-        rows, r, r_hat = pairs.rows, pairs.teacher, pairs.student
-        tau, delta = self.weights.tau, self.weights.huber_delta
-        sums, factors = Sums(*(x[:, rows] for x in sums)), Factors(*(x[:, rows, None] for x in factors))
-        slope = (r_hat / tau).sub_(sums.log_warm_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_()
-        slope -= (r / tau).sub_(sums.log_warm.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+        rows = pairs.rows
+        r_hat = pairs.student
+        sums = Sums(*(x[:, rows] for x in sums))
+        factors = Factors(*(x[:, rows, None] for x in factors))
+        slope = self._kl_slope(pairs, sums)
         slope *= factors.kl
-        band = _band(r, self.weights.band)
-        error = (r_hat + self.weights.band).clamp_min_(0).lerp_(r_hat - r, band).clamp_(-delta, delta)
-        slope += error.mul_(torch.lerp(factors.fp, factors.top, band))
+        slope += self._error_slope(pairs, factors)
         if pairs.hidden is not None:
-            slope += (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_().mul_(factors.z)
+            mass_slope = (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+            slope += mass_slope.mul_(factors.z)
             return slope.masked_fill_(pairs.hidden, 0).div_(pairs.kernel)
         # d exp(r_hat) / dz does not depend on z: the slope of this term is a row factor times a key factor.
         mass, unit = self.key_mass(block, rows)
-        row_factor = factors.z * (unit - sums.log_z_hat).exp().unsqueeze(-1)
+        row_factor = (unit - sums.log_z_hat).exp().unsqueeze(-1)
+        row_factor = factors.z * row_factor
         return slope.div_(pairs.kernel).addcmul_(row_factor, mass.unsqueeze(-2))
+
+    def _kl_slope(self, pairs: Pairs, sums: Sums) -> Tensor:
+        """Computes softmax(r_hat / tau) - softmax(r / tau), the slope of L_KL / tau in r_hat: [H, T, B]."""
+        tau = self.weights.tau
+        student = (pairs.student / tau).sub_(sums.log_warm_hat.unsqueeze(-1))
+        student.clamp_min_(LEAST).exp_()
+        teacher = (pairs.teacher / tau).sub_(sums.log_warm.unsqueeze(-1))
+        teacher.clamp_min_(LEAST).exp_()
+        return student.sub_(teacher)
+
+    def _error_slope(self, pairs: Pairs, factors: Factors) -> Tensor:
+        """Computes the slope of L_top and L_fp in r_hat, times their factors: [H, T, B]."""
+        weights = self.weights
+        band = _band(pairs.teacher, weights.band)
+        gap = pairs.student - pairs.teacher
+        error = (pairs.student + weights.band).clamp_min_(0).lerp_(gap, band)
+        error.clamp_(-weights.huber_delta, weights.huber_delta)  # the derivative of the Huber error
+        return error.mul_(torch.lerp(factors.fp, factors.top, band))
 
     def _maxima(self) -> Tensor:
         """Computes the teacher's row maxima: [H, R, 1]."""
-        best = self.queries.new_full((*self.queries.shape[:2], 1), -torch.inf)
+        heads, rows, _ = self.queries.shape
+        best = self.queries.new_full((heads, rows, 1), -torch.inf)
         for block in self:
             rows, hidden = self._visibility(block)
             scores = self.queries[:, rows] @ self._keys(block)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
-            best[:, rows] = torch.maximum(best[:, rows], scores.amax(-1, keepdim=True))
+            highest = scores.amax(-1, keepdim=True)
+            before = best[:, rows]
+            best[:, rows] = torch.maximum(before, highest)
         return best
 
     def _keys(self, block: slice) -> Tensor:
         """Returns the keys of a block, transposed: [H, D, B]."""
-        return self.keys[:, block].to(self.queries.dtype).transpose(-1, -2)
+        keys = self.keys[:, block].to(self.queries.dtype)
+        return keys.transpose(-1, -2)
 
     def _visibility(self, block: slice) -> tuple[slice, Tensor | None]:
         rows = slice(bisect_left(self.last_seen, block.start), None)
@@ -256,25 +307,34 @@ class _ScoreMatching(torch.autograd.Function):
         last: Tensor,
         weights: Weights,
         products: torch.dtype | None,
+        passes: Callable[[Inputs, Weights], TorchPasses],
     ) -> Tensor:
         ctx.order = last.argsort()
         log_query = log_query[:, ctx.order]
-        query_shift, key_shift = log_query.amax(-1), log_key.amax(-1)
-        query, key = (
-            (x - shift.unsqueeze(-1)).clamp_min_(LEAST).exp_().to(products or x.dtype)
-            for x, shift in ((log_query, query_shift), (log_key, key_shift))
-        )
-        inputs = Inputs(queries[:, ctx.order], keys, query, key, query_shift, key_shift, last[ctx.order], scale)
-        ctx.inputs, ctx.weights, ctx.key_passes = inputs, weights, _key_passes(inputs, weights)
+        queries = queries[:, ctx.order]
+        last = last[ctx.order]
+        query_shift = log_query.amax(-1)
+        query = _scaled_features(log_query, query_shift, products)
+        key_shift = log_key.amax(-1)
+        key = _scaled_features(log_key, key_shift, products)
+        inputs = Inputs(queries, keys, query, key, query_shift, key_shift, last, scale)
+        ctx.inputs = inputs
+        ctx.weights = weights
+        ctx.key_passes = passes(inputs, weights)
         ctx.sums = ctx.key_passes.sums()
-        return torch.empty_like(query_shift).index_copy_(1, ctx.order, _losses(ctx.sums, weights))
+        losses = _losses(ctx.sums, weights)
+        return torch.empty_like(query_shift).index_copy_(1, ctx.order, losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
-        for_query, for_key = ctx.key_passes.gradients(ctx.sums, _factors(ctx.sums, ctx.weights, upstream[:, ctx.order]))
-        in_place = torch.empty_like(for_query).index_copy_(1, ctx.order, for_query.mul_(ctx.inputs.query))
-        return in_place, for_key.mul_(ctx.inputs.key), None, None, None, None, None, None
+        factors = _factors(ctx.sums, ctx.weights, upstream[:, ctx.order])
+        for_query, for_key = ctx.key_passes.gradients(ctx.sums, factors)
+        # d phi / d log phi = phi
+        for_query.mul_(ctx.inputs.query)
+        for_key.mul_(ctx.inputs.key)
+        in_place = torch.empty_like(for_query).index_copy_(1, ctx.order, for_query)
+        return in_place, for_key, None, None, None, None, None, None, None
 
 
 def score_matching_losses(
@@ -286,6 +346,7 @@ def score_matching_losses(
     last: Tensor,
     weights: Weights,
     products: torch.dtype | None = None,
+    passes: Callable[[Inputs, Weights], TorchPasses] = TorchPasses,
 ) -> Tensor:
     """Computes lambda_KL L_KL + lambda_top L_top + lambda_fp L_fp + lambda_Z L_Z of every row, [H, R].
 
@@ -296,17 +357,15 @@ def score_matching_losses(
         queries: [H, R, D]; keys: [H, L, D] of the same dtype, bfloat16 too; the teacher's scores are scale * q . k.
         last: [R] integer, index of the last visible key, at least 0.
         products: dtype that the operands of products with features are rounded to; None does not round.
+        passes: class of the passes over the keys; kernels have the same two methods as `TorchPasses`.
     """
-    return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, products)
+    return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, products, passes)
 
 
-def _key_passes(inputs: Inputs, weights: Weights) -> _TorchPasses | TritonPasses:
-    on_kernels = kernels_run_on(inputs.key.device) and tiles_fit(inputs.keys.shape[-1], inputs.key.shape[-1])
-    if not on_kernels or inputs.query_shift.dtype != torch.float32:
-        return _TorchPasses(inputs, weights)
-    from residual_mass.core.fused.triton_score_matching import TritonPasses
-
-    return TritonPasses(inputs, weights)
+def _scaled_features(log_features: Tensor, shift: Tensor, products: torch.dtype | None) -> Tensor:
+    """Returns features [H, N, M] in units of e^shift, shift [H, N], rounded to the dtype `products`."""
+    features = (log_features - shift.unsqueeze(-1)).clamp_min_(LEAST).exp_()
+    return features.to(products or log_features.dtype)
 
 
 def huber(x: Tensor, delta: float) -> Tensor:
@@ -326,38 +385,67 @@ class _RunningLogSum:
     """Streaming logsumexp over blocks, in units of the largest exponent so far."""
 
     def __init__(self, shape: torch.Size, like: Tensor):
-        self.unit, self.sum = like.new_full(shape, MASKED), like.new_zeros(shape)
+        self.unit = like.new_full(shape, MASKED)
+        self.sum = like.new_zeros(shape)
 
     def add(self, rows: slice, value: Tensor, unit: Tensor) -> None:
         """Adds value * e^unit; both [H, T] of the rows."""
-        largest = torch.maximum(self.unit[:, rows], unit)
-        before = self.sum[:, rows] * (self.unit[:, rows] - largest).exp()
-        self.sum[:, rows] = before + value * (unit - largest).exp()
+        old_unit = self.unit[:, rows]
+        largest = torch.maximum(old_unit, unit)
+        before = self.sum[:, rows] * (old_unit - largest).exp()
+        added = value * (unit - largest).exp()
+        self.sum[:, rows] = before + added
         self.unit[:, rows] = largest
 
     def value(self) -> Tensor:
         return self.unit + self.sum.log()
 
 
+class _RunningSums:
+    """`Sums` over the blocks so far, [H, R] each."""
+
+    def __init__(self, queries: Tensor):
+        shape = queries.shape[:2]
+        self.warm = queries.new_zeros(shape)  # sum of exp(r / tau)
+        self.warm_hat = _RunningLogSum(shape, queries)
+        self.cold = queries.new_zeros(shape)  # sum of exp(r)
+        self.cold_hat = _RunningLogSum(shape, queries)
+        self.crossed = queries.new_zeros(shape)  # sum of exp(r / tau) (r - r_hat)
+        self.in_band = queries.new_zeros(shape)
+        self.top = queries.new_zeros(shape)
+        self.all_errors = queries.new_zeros(shape)  # within the band and beyond it
+
+    def value(self, tau: float, last: Tensor) -> Sums:
+        log_warm = self.warm.log()
+        log_warm_hat = self.warm_hat.value()
+        log_z = self.cold.log()
+        log_z_hat = self.cold_hat.value()
+        crossed = self.crossed / tau
+        top = self.top
+        keys_beyond = beyond(last, self.in_band)
+        fp = self.all_errors - top
+        return Sums(log_warm, log_warm_hat, log_z, log_z_hat, crossed, self.in_band, top, keys_beyond, fp)
+
+
 def _losses(sums: Sums, weights: Weights) -> Tensor:
-    divergence = sums.crossed * (-sums.log_warm).exp() - sums.log_warm + sums.log_warm_hat
+    mean_gap = sums.crossed * (-sums.log_warm).exp()
+    divergence = mean_gap - sums.log_warm + sums.log_warm_hat
+    kl = weights.kl * weights.tau**2 * divergence
+    top = weights.top * sums.top / sums.in_band
+    fp = weights.fp * sums.false_positive / sums.beyond.clamp_min(1)
     excess = (sums.log_z_hat - sums.log_z).clamp(min=0)
-    return (
-        weights.kl * weights.tau**2 * divergence
-        + weights.top * sums.top / sums.in_band
-        + weights.fp * sums.false_positive / sums.beyond.clamp_min(1)
-        + weights.z * huber(excess, weights.huber_delta)
-    )
+    z = weights.z * huber(excess, weights.huber_delta)
+    return kl + top + fp + z
 
 
 def _factors(sums: Sums, weights: Weights, upstream: Tensor) -> Factors:
     """Computes the factors for the upstream gradient [H, R] of the rows' losses."""
-    return Factors(
-        weights.kl * weights.tau * upstream,
-        weights.top * upstream / sums.in_band,
-        weights.fp * upstream / sums.beyond.clamp_min(1),
-        weights.z * (sums.log_z_hat - sums.log_z).clamp(0, weights.huber_delta) * upstream,
-    )
+    kl = weights.kl * weights.tau * upstream
+    top = weights.top * upstream / sums.in_band
+    fp = weights.fp * upstream / sums.beyond.clamp_min(1)
+    excess = (sums.log_z_hat - sums.log_z).clamp(0, weights.huber_delta)  # the derivative of the Huber error
+    z = weights.z * excess * upstream
+    return Factors(kl, top, fp, z)
 
 
 def beyond(last: Tensor, in_band: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ def retrieved_count(budget_percent: float, length: int, num_anchors: int) -> int
     if not 0 < budget_percent <= 100:
         raise ValueError(f"budget {budget_percent:g} % is outside (0, 100]")
     # Exact rational arithmetic: 0.07 * 100 is 7.000000000000001 in floats, and its ceiling is one token too many.
-    return max(0, math.ceil(Fraction(str(budget_percent)) * length / 100) - num_anchors)
+    budget = math.ceil(Fraction(str(budget_percent)) * length / 100)
+    return max(0, budget - num_anchors)
 
 
 def partition(real: Tensor, num_sink: int, num_tail: int) -> Partition:
@@ -75,8 +76,10 @@ class Selected(NamedTuple):
 
     def mask(self, length: int) -> Tensor:
         """Returns the chosen set as a mask [..., R, length] bool."""
-        mask = torch.zeros(*self.indices.shape[:-1], length, dtype=torch.int8, device=self.indices.device)
-        return mask.scatter_add_(-1, self.indices, self.valid.to(torch.int8)) > 0
+        shape = (*self.indices.shape[:-1], length)
+        times = torch.zeros(shape, dtype=torch.int8, device=self.indices.device)  # that a column is in a valid slot
+        times.scatter_add_(-1, self.indices, self.valid.to(torch.int8))
+        return times > 0
 
 
 def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
@@ -90,12 +93,14 @@ def exhaustive_topk(scores: Tensor, mid: Tensor, k: Tensor) -> Selected:
     Returns:
         Slots in descending order of score; slots beyond a row's own K or |M| are invalid.
     """
-    most = min(int(k.max()), scores.shape[-1]) if k.numel() else 0
+    most = 0
+    if k.numel():
+        most = min(int(k.max()), scores.shape[-1])
     candidates = scores.masked_fill(~mid, -torch.inf)
     top, indices = candidates.topk(most, dim=-1)
     rank = torch.arange(most, device=scores.device)
-    valid = (rank < k.unsqueeze(-1)) & (top > -torch.inf)
-    return Selected(indices, valid)
+    wanted = rank < k.unsqueeze(-1)
+    return Selected(indices, wanted & (top > -torch.inf))
 
 
 def unordered_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Selected, Tensor]:
@@ -103,34 +108,41 @@ def unordered_topk(scores: Tensor, mid: Tensor, k: Tensor) -> tuple[Selected, Te
     returns their `least_read` too. Synchronises with the device, to read k [..., R].
     """
     candidates = torch.where(mid, scores, -torch.inf)
-    by_example = k.reshape(-1, k.shape[-1]).clamp_max(scores.shape[-1]).tolist()
+    by_example = k.reshape(-1, k.shape[-1])
+    by_example = by_example.clamp_max(scores.shape[-1]).tolist()
     most = [max(counts) for counts in zip(*by_example, strict=True)]
     columns, top = _rowwise_largest(candidates, most)
     filled = top > -torch.inf
     if any(counts != most for counts in by_example):  # examples of different lengths
         top, order = top.sort(dim=-1, descending=True)
         columns = columns.gather(-1, order)
-        filled = torch.arange(top.shape[-1], device=k.device) < k.clamp_min(1).unsqueeze(-1)
+        rank = torch.arange(top.shape[-1], device=k.device)
+        filled = rank < k.clamp_min(1).unsqueeze(-1)
         filled = filled & (top > -torch.inf)
     least = torch.where(filled, top, torch.inf).amin(-1)
     slots = max(most, default=0)
     valid = filled[..., :slots]
     if any(0 in counts for counts in by_example):  # a row with k = 0 has its highest score in a slot, for `least`
         valid = valid & (k > 0).unsqueeze(-1)
-    return Selected(columns[..., :slots], valid), torch.where(least < torch.inf, least, 0)
+    least = torch.where(least < torch.inf, least, 0)
+    return Selected(columns[..., :slots], valid), least
 
 
 def _rowwise_largest(candidates: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
     """Same as `largest` with a count for each row, 0 meaning 1; slots beyond a row's count hold -inf."""
     if len(set(counts)) == 1:
         return largest(candidates, max(counts[0], 1))
-    top = candidates.new_full((*candidates.shape[:-1], max(counts, default=1)), -torch.inf)
+    shape = (*candidates.shape[:-1], max(counts, default=1))
+    top = candidates.new_full(shape, -torch.inf)
     columns = torch.zeros_like(top, dtype=torch.int64)
     for count in set(counts):
-        rows = torch.tensor([row for row, wanted in enumerate(counts) if wanted == count], device=top.device)
-        chosen, highest = largest(candidates.index_select(-2, rows), max(count, 1))
-        columns[..., : highest.shape[-1]].index_copy_(-2, rows, chosen)
-        top[..., : highest.shape[-1]].index_copy_(-2, rows, highest)
+        same = [row for row, other in enumerate(counts) if other == count]
+        rows = torch.tensor(same, device=top.device)
+        wanted = max(count, 1)
+        chosen, highest = largest(candidates.index_select(-2, rows), wanted)
+        slots = highest.shape[-1]
+        columns[..., :slots].index_copy_(-2, rows, chosen)
+        top[..., :slots].index_copy_(-2, rows, highest)
     return columns, top
 
 
@@ -138,8 +150,10 @@ def least_read(scores: Tensor, mid: Tensor, read: Selected) -> Tensor:
     """Returns the lowest score among the tokens read, [..., R]; if none is read, the highest of the mid-region; 0 for
     an empty mid-region.
     """
-    highest = scores.masked_fill(~mid, -torch.inf).amax(-1, keepdim=True)
-    least = torch.where(read.valid, scores.gather(-1, read.indices), torch.inf)
+    inside = scores.masked_fill(~mid, -torch.inf)
+    highest = inside.amax(-1, keepdim=True)
+    read_scores = scores.gather(-1, read.indices)
+    least = torch.where(read.valid, read_scores, torch.inf)
     least = torch.cat((highest, least), dim=-1).amin(-1)
     return torch.where(least > -torch.inf, least, 0)
 
@@ -158,19 +172,23 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         top, columns = scores.topk(k, dim=-1, sorted=False)
         return columns, top
     whole = length // size * size
-    blocks = scores[..., :whole].unflatten(-1, (size, -1))  # columns of a block are far apart: maxima are vectorised
+    in_blocks = scores[..., :whole]
+    blocks = in_blocks.unflatten(-1, (size, -1))  # columns of a block are far apart: maxima are vectorised
     best = blocks.amax(-2).topk(k, dim=-1, sorted=False).indices
     inside = torch.arange(0, whole, whole // size, device=scores.device)
     columns = (best.unsqueeze(-1) + inside).flatten(-2)
-    rest = torch.arange(whole, length, device=scores.device).expand(*scores.shape[:-1], -1)
+    rest = torch.arange(whole, length, device=scores.device)
+    rest = rest.expand(*scores.shape[:-1], -1)
     columns = torch.cat((columns, rest), dim=-1)
-    top, place = scores.gather(-1, columns).topk(k, dim=-1, sorted=False)
+    candidates = scores.gather(-1, columns)
+    top, place = candidates.topk(k, dim=-1, sorted=False)
     return columns.gather(-1, place), top
 
 
 def members(mask: Tensor, most: int) -> Selected:
     """Returns the True columns of a mask [..., L] with at most `most` of them per row."""
-    present, indices = mask.to(torch.int8).topk(min(most, mask.shape[-1]), dim=-1)
+    slots = min(most, mask.shape[-1])
+    present, indices = mask.to(torch.int8).topk(slots, dim=-1)
     return Selected(indices, present > 0)
 
 
@@ -188,14 +206,19 @@ def weighted_sum(weights: Tensor, indices: Tensor, x: Tensor) -> Tensor:
     """Returns sum_i weights_i x_i over the columns `indices` [..., R, K] of x [..., L, D]: [..., R, D], in the dtype of
     the weights [..., R, K].
     """
-    shape = *indices.shape[:-1], x.shape[-1]
-    if indices.shape[-1] == 0:
+    *leading, columns = indices.shape
+    shape = (*leading, x.shape[-1])
+    if columns == 0:
         return weights.new_zeros(shape)
     table, flat = _table(x, indices)
+    flat_weights = weights.flatten(0, -2)  # [N, K]
     if x.dtype == weights.dtype:
-        return F.embedding_bag(flat, table, per_sample_weights=weights.flatten(0, -2), mode="sum").view(shape)
-    row_weights = weights.flatten(0, -2).unsqueeze(-2)
-    parts = [row_weights[chunk] @ rows.to(weights.dtype) for chunk, rows in _gathered(table, flat)]
+        sums = F.embedding_bag(flat, table, per_sample_weights=flat_weights, mode="sum")
+        return sums.view(shape)
+    as_rows = flat_weights.unsqueeze(-2)  # [N, 1, K]
+    parts = []
+    for chunk, rows in _gathered(table, flat):
+        parts.append(as_rows[chunk] @ rows.to(weights.dtype))
     return torch.cat(parts).view(shape)
 
 
@@ -204,17 +227,25 @@ def products_at(query: Tensor, x: Tensor, indices: Tensor) -> Tensor:
     the dtype of the query.
     """
     queries = query.flatten(0, -2).unsqueeze(-2)  # on CPUs three times as fast as a matrix times a column
-    parts = [queries[chunk] @ rows.to(query.dtype).transpose(-1, -2) for chunk, rows in _gathered(*_table(x, indices))]
+    table, flat = _table(x, indices)
+    parts = []
+    for chunk, rows in _gathered(table, flat):
+        own = queries[chunk]
+        products = own @ rows.to(query.dtype).transpose(-1, -2)
+        parts.append(products)
     return torch.cat(parts).view(indices.shape)
 
 
 def _gathered(table: Tensor, flat: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yields slices of the N query rows of `flat` [N, K], with the rows of the table that they read, [n, K, D]."""
     rows, columns = flat.shape
-    at_once = max(1, ROWS_AT_ONCE.get(table.device.type, 2**21) // max(columns, 1))
+    at_once = ROWS_AT_ONCE.get(table.device.type, 2**21)
+    at_once = max(1, at_once // max(columns, 1))
     for start in range(0, max(rows, 1), at_once):
-        chunk = flat[start : start + at_once]
-        yield slice(start, start + at_once), table.index_select(0, chunk.flatten()).view(*chunk.shape, table.shape[1])
+        queries = slice(start, start + at_once)
+        chunk = flat[queries]
+        read = table.index_select(0, chunk.flatten())
+        yield queries, read.view(*chunk.shape, table.shape[1])
 
 
 def _table(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,18 +255,26 @@ def _table(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     if x.stride(-1) != 1 or any(step % width for step in _steps(x)):
         x = x.contiguous()
-    *steps, own = (step // width for step in _steps(x))
+    # Strides in rows of the table: of the leading dimensions, and of adjacent tokens.
+    steps = [step // width for step in _steps(x)]
+    of_tokens = steps[-1]
     sizes = x.shape[:-1]
-    last = sum((size - 1) * step for size, step in zip(sizes, (*steps, own), strict=True))
+    last = 0
+    for size, step in zip(sizes, steps, strict=True):
+        last += (size - 1) * step
     table = x.as_strided((last + 1, width), (width, 1))
-    flat = indices if own == 1 else indices * own
-    for dim, (size, step) in enumerate(zip(sizes[:-1], steps, strict=True)):
+    flat = indices if of_tokens == 1 else indices * of_tokens
+    for dim, (size, step) in enumerate(zip(sizes[:-1], steps[:-1], strict=True)):
         if step:
-            heads = torch.arange(0, size * step, step, device=x.device)
-            flat = flat + heads.view(-1, *[1] * (indices.ndim - 1 - dim))
+            first_rows = torch.arange(0, size * step, step, device=x.device)
+            later_dims = indices.ndim - 1 - dim
+            flat = flat + first_rows.view(-1, *[1] * later_dims)
     return table, flat.flatten(0, -2)
 
 
 def _steps(x: Tensor) -> list[int]:
     """Returns the strides of all dimensions but the last, 0 for a dimension of size 1."""
-    return [step if size > 1 else 0 for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    strides = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        strides.append(stride if size > 1 else 0)
+    return strides

@@ -20,7 +20,7 @@ must be reproducible.
 class Settings:
     """Base of all settings parsed from YAML or JSON: refuses unknown keys and other types."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
+    __pydantic_config__: ClassVar = {
         "extra": "forbid",
         "strict": True,
         "allow_inf_nan": False,
@@ -42,15 +42,17 @@ def to_json(settings: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        given = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {
-            field.name: _plain(content)
-            for field, content in given.items()
-            if content != field.default or not field.metadata.get("later")
-        }
+        plain = {}
+        for field in dataclasses.fields(value):
+            content = getattr(value, field.name)
+            if content != field.default or not field.metadata.get("later"):
+                plain[field.name] = _plain(content)
+        return plain
     if isinstance(value, dict):
         return {key: _plain(content) for key, content in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
 
 
 def tokens_of(label: str) -> int:

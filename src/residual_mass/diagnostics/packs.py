@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.model.hook import attention_hook, exact_attention, model_at_fault, window_of
+from residual_mass.model.finite import model_at_fault
+from residual_mass.model.hook import attention_hook, exact_attention
+from residual_mass.model.layers import window_of
 from residual_mass.model.loading import Backbone
 from residual_mass.study.specs import BackboneSpec
 from residual_mass.texts.corpora import held_out_corpus, special_prefix

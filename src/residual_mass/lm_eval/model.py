@@ -21,12 +21,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.prefix import build_prefix
+from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_supported
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.model.loading import wrap_model
-from residual_mass.model.partial import make_arm, partial_kv, partial_session, require_maps
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.prefix import build_prefix
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
 """Options of HFLM that distribute, wrap or compute attention in ways that were not tested."""
@@ -97,7 +97,7 @@ class PartialKV(HFLM):
         if self.backend != "causal":
             raise BadArgument(f"{type(self.model).__name__} is not a decoder-only model; no other is supported")
         try:
-            partial_session(self.model, *self._settings)
+            require_supported(self.model, arm, self.phi)
         except ValueError as error:
             raise BadArgument(str(error)) from None
 

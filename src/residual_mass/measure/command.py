@@ -17,6 +17,7 @@ from residual_mass.files import atomic_write, write_json, write_text
 from residual_mass.measure.names import distinct, plain, require_utf8, title_of
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import percent_written
+from residual_mass.methods.served import backends_of
 from residual_mass.texts.names import ASSETS
 
 if TYPE_CHECKING:  # the workflow, which imports this module, does without torch and pandas
@@ -281,7 +282,7 @@ def limits(measured: Measured) -> Iterator[str]:
     yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
     yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
     yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
-    if choice is not None and choice.method not in measured.packed and not method_named(choice.method).fused:
+    if choice is not None and backends_of(method_named(choice.method)) == ("torch",):
         yield (
             f"Bytes are what a decode step has to read. partial_kv shows what {choice.method} does to the output; this "
             "library has no fast step for it yet."

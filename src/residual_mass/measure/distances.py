@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import json
@@ -19,29 +18,32 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.columns import FORCED
 from residual_mass.benchmarks.force import following, write_forced
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapsSpec
+from residual_mass.decode.backends import backend_for
+from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.packed_prompt import PackedPrompt
+from residual_mass.decode.session import make_arm
+from residual_mass.decode.text import TextBatch
+from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json, read_parquet, require_writable, sha256_text
 from residual_mass.measure.command import BASELINE, EMBEDDED, Arguments
 from residual_mass.measure.documents import Text, read_texts, require_assets
 from residual_mass.measure.names import require_utf8, shown, title_of
 from residual_mass.methods import Step, method_named
-from residual_mass.methods.arms import ArmSpec
+from residual_mass.methods.arms import Arm, ArmSpec
 from residual_mass.methods.step_bytes import bytes_per_verified_token, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
-from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
-from residual_mass.model.errors import ReadLayer
-from residual_mass.model.hook import require_attention_alone
+from residual_mass.model.hook import Prefill, prefill
+from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_config, load_tokenizer
-from residual_mass.model.packed import PackedCache, kernels_for
-from residual_mass.model.packed_prompt import PackedPrompt
-from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.provenance import Record
 from residual_mass.recipes import RECIPES
@@ -119,7 +121,9 @@ def measure(args: Arguments) -> Measured:
         require_attention_alone(loaded.model)
         return loaded
 
-    packed = tuple(name for name in args.methods if kernels_for(load().model, method_named(name)))
+    packed = tuple(
+        name for name in args.methods if PackedBackend.refusal(load().model, Arm(method_named(name), None)) is None
+    )
     settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out", "latency")}
     settings |= {"model": backbone.model_id, "revision": backbone.revision, "dtype": backbone.dtype}
     settings |= {"texts": [*map(shown, args.texts)], "packed": packed}
@@ -281,26 +285,30 @@ def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: 
     """
     model, length = backbone.model, args.prompt_tokens
     ids = torch.tensor([list(document)], device=backbone.device)
-    prompt = DynamicCache(config=model.config)
-    if length > 2:
-        model(ids[:, : length - 2], past_key_values=prompt, logits_to_keep=1)
+    read = max(length - 2, 0)  # the rest is read once more for every method, so that all take the same way
+    layers = prefill(model, ids[:, :read].tolist()).layers if read else {}
 
-    def fastest(cache: Cache) -> float:
-        model(ids[:, cache.get_seq_length() : length], past_key_values=cache, logits_to_keep=1)
+    def fastest(step: Callable[[Tensor], Tensor]) -> float:
         steps = []
-        for step in range(STEPS + 1):
-            newest = ids[:, [min(length + step, ids.shape[1] - 1)]]
+        for place in range(STEPS + 1):
+            newest = ids[:, [min(length + place, ids.shape[1] - 1)]]
             start = time.perf_counter()
-            model(newest, past_key_values=cache).logits.sum().item()  # waits for a GPU
+            step(newest).sum().item()  # waits for a GPU
             steps.append(time.perf_counter() - start)
         return min(steps[1:])
 
-    seconds = {"full": fastest(copy.deepcopy(prompt))}
+    own = DynamicCache(config=model.config)
+    for index, (keys, values) in sorted(layers.items()):
+        own.update(keys, values, index)
+    model(ids[:, read:length], past_key_values=own, logits_to_keep=1)
+    seconds = {"full": fastest(lambda newest: model(newest, past_key_values=own).logits)}
     for rule in map(method_named, args.methods):
-        packed = PackedCache(model, rule) if kernels_for(model, rule) else None
-        maps = phi if rule.needs_maps else None
-        with partial_kv(model, rule, max(args.budgets) / 100, maps, cache=packed):
-            seconds[rule.name] = fastest(packed or copy.deepcopy(prompt))
+        arm = make_arm(rule, max(args.budgets) / 100)
+        backend = backend_for(model, arm, AnchorSpec(), phi if rule.needs_maps else None)
+        backend.take(Prefill(layers))
+        texts = TextBatch(model, backend)
+        texts.read(ids[:, read:length])
+        seconds[rule.name] = fastest(texts.step)
     return seconds
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -18,14 +17,17 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from residual_mass.core.settings import AnchorSpec, tokens_of
+from residual_mass.decode.generate import partial_decoding
+from residual_mass.decode.packed_backend import PackedBackend, PackedCache
+from residual_mass.decode.session import make_arm
 from residual_mass.files import require_writable, write_text
 from residual_mass.measure.command import Arguments
 from residual_mass.measure.distances import find_device, find_model
 from residual_mass.methods import Method, method_named
-from residual_mass.model.hook import Prefill, require_plain
+from residual_mass.methods.arms import Arm
+from residual_mass.model.hook import Prefill
+from residual_mass.model.layers import require_plain
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.packed import PackedCache, PackedSession, kernels_for
-from residual_mass.model.partial import make_arm, partial_kv
 from residual_mass.model.phi_maps import HeadShape
 
 STEPS, ROUNDS = 8, 2
@@ -107,12 +109,13 @@ def sides(model: PreTrainedModel, args: Arguments) -> Iterator[Side]:
     full, own = method_named("full"), [method_named(name) for name in args.methods if name != "full"]
     if needing := next((method.name for method in own if method.needs_maps), None):
         raise ValueError(f"--latency times methods without feature maps; leave {needing} out of --methods")
+    packed = {method: PackedBackend.refusal(model, Arm(method, None)) is None for method in (full, *own)}
     yield Side(full, None, False)
-    if kernels_for(model, full):
+    if packed[full]:
         yield Side(full, None, True)
-    for method in sorted(own, key=lambda rule: kernels_for(model, rule) is None):
+    for method in sorted(own, key=lambda rule: not packed[rule]):
         budgets = args.budgets[:1] if method.selector.replaces_cache else args.budgets
-        yield from (Side(method, budget / 100, kernels_for(model, method) is not None) for budget in budgets)
+        yield from (Side(method, budget / 100, packed[method]) for budget in budgets)
 
 
 def filled(model: PreTrainedModel, side: Side, length: int) -> Cache:
@@ -122,7 +125,8 @@ def filled(model: PreTrainedModel, side: Side, length: int) -> Cache:
     layers = (torch.randn(size, generator=draw).to(model.device, model.dtype).unbind() for _ in range(shape.layers))
     if side.packed:
         cache = PackedCache(model, side.method)
-        PackedSession(make_arm(side.method, side.budget), AnchorSpec(), cache).take(Prefill(dict(enumerate(layers))))
+        backend = PackedBackend(model, make_arm(side.method, side.budget), AnchorSpec(), cache)
+        backend.take(Prefill(dict(enumerate(layers))))
         return cache
     cache = DynamicCache(config=model.config)
     for index, layer in enumerate(layers):
@@ -134,13 +138,16 @@ def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> list[
     """Returns the seconds of `generate`'s decode steps. It reads one more token of the prompt before them. The first
     step, which summarises the prompt, is left out.
     """
-    clock, ids = Clock(), torch.full((1, cache.get_seq_length() + 1), 1, device=model.device)
-    own = cache if side.packed else None
-    with nullcontext() if side.plain else partial_kv(model, side.method, side.budget, cache=own):
-        model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False, streamer=clock,
-            min_new_tokens=steps + 2, max_new_tokens=steps + 2,
-        )  # fmt: skip
+    clock = Clock()
+    ids = torch.full((1, cache.get_seq_length() + 1), 1, device=model.device)
+    if side.plain:
+        loop = {"streamer": clock}
+    else:
+        loop = {"custom_generate": partial_decoding(side.method, side.budget, streamer=clock)}
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
+        min_new_tokens=steps + 2, max_new_tokens=steps + 2, **loop,
+    )  # fmt: skip
     return [later - sooner for sooner, later in pairwise(clock.times[2:])]
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from residual_mass.core.accounting import Terms
     from residual_mass.core.selection import Selected
 
-BFLOAT16, FLOAT32 = 2, 4
+BFLOAT16 = 2
+"""Bytes of a number."""
+FLOAT32 = 4
 """Bytes of a number."""
 INDEX = 2
 """Bytes of the index of a token's cluster."""
@@ -96,23 +98,22 @@ class Part:
     """Version of the numbers: raise it when a change to the code alters them, so that stored rows are decoded again."""
     former: ClassVar[Mapping[str, Any]] = {}
     """Removed parameters, with the values that they have in the keys of stored rows."""
-    fused: ClassVar[bool] = False
-    """Whether `core.fused` has a fast decode step for the part. The state of such a residual is a `MomentState`, and
-    its terms are `truncated_terms` of that state.
-    """
 
     def __post_init__(self) -> None:
         """Raises ValueError for a parameter outside its limits."""
         for name, most in self.limits.items():
             value = getattr(self, name)
             if value < 1 or (most is not None and value > most):
-                raise ValueError(f"{name} is {value}, not {'1 or more' if most is None else f'between 1 and {most}'}")
+                allowed = "1 or more" if most is None else f"between 1 and {most}"
+                raise ValueError(f"{name} is {value}, not {allowed}")
 
     @property
     def identity(self) -> dict[str, Any]:
         """Class, recipe and parameters, including those of inner parts."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values = {name: value.identity if isinstance(value, Part) else value for name, value in values.items()}
+        values = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            values[field.name] = value.identity if isinstance(value, Part) else value
         return {"name": type(self).__name__, "recipe": self.recipe, **self.former, **values}
 
 
@@ -228,7 +229,6 @@ class TopK(Selector):
     title = "Top-$K$ by exact scores"
     recipe = 0
     reads_keys = cuts = scans = True
-    fused = True
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         return best_of(scores, mid, k)
@@ -296,7 +296,8 @@ class Method:
                 ("cuts", self.own.uses_cut, self.selector.cuts), ("scans", self.own.uses_scan, self.selector.scans)
             ):  # fmt: skip
                 if needed and not given:
-                    residual, selector = type(self.own).__name__, type(self.selector).__name__
+                    residual = type(self.own).__name__
+                    selector = type(self.selector).__name__
                     raise ValueError(f"{residual} needs a selector with {name} = True, which {selector} lacks")
         object.__setattr__(self, "title", self.title or self.name)
 
@@ -332,18 +333,16 @@ class Method:
         return self.own is not None and self.own.oracle
 
     @property
-    def fused(self) -> bool:
-        """Whether `core.fused` has a fast decode step for it."""
-        with_own = self.own is None or self.own.fused
-        return self.of_the_paper or (self.selector.fused and not self.needs_maps and with_own)
-
-    @property
     def identity(self) -> dict[str, Any]:
         """Name and parts of the method, for the keys of stored rows. Methods of the paper have the name alone, because
         rows were stored before other methods existed.
         """
-        parts = {"selector": None if self.selector == TopK() else self.selector, "residual": self.own}
-        return {"method": self.name} | {kind: part.identity for kind, part in parts.items() if part is not None}
+        identity = {"method": self.name}
+        if self.selector is not None and self.selector != TopK():
+            identity["selector"] = self.selector.identity
+        if self.own is not None:
+            identity["residual"] = self.own.identity
+        return identity
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:

@@ -15,4 +15,6 @@ class Lazy:
 
 
 torch = Lazy("torch")
-accounting, moments, selection = (Lazy(f"residual_mass.core.{name}") for name in ("accounting", "moments", "selection"))
+accounting = Lazy("residual_mass.core.accounting")
+moments = Lazy("residual_mass.core.moments")
+selection = Lazy("residual_mass.core.selection")

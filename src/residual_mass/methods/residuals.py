@@ -53,11 +53,12 @@ class Moments(Residual):
     shared: bool = False
     """Whether clusters share their covariances, each scaled by its own spread."""
     former = {"split": "clusters", "takes_out": False, "dtype": "float32"}
-    uses_cut = fused = True
+    uses_cut = True
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:
         moments_of = moments.shared_moments_of if self.shared else moments.moments_of
-        return moments_of(keys, values, moments.clusters(keys, mid, self.parts), self.parts)
+        part = moments.clusters(keys, mid, self.parts)
+        return moments_of(keys, values, part, self.parts)
 
     def update(self, state: MomentState, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> MomentState:
         """Adds each token to the cluster with the nearest mean key."""
@@ -69,8 +70,10 @@ class Moments(Residual):
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of a `MomentState`."""
-        covariances = 1 if self.shared else self.parts
-        return FLOAT32 * (2 * step.width**2 * covariances + self.parts * (2 * step.width + 2))
+        pairs = 1 if self.shared else self.parts  # of a covariance of keys and one of values and keys
+        covariances = 2 * step.width**2 * pairs
+        others = self.parts * (2 * step.width + 2)
+        return FLOAT32 * (covariances + others)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,9 @@ class Mean(Residual):
     """Gives every token of the mid-region the mean key and the mean value. Keeps the moments of one part."""
 
     title = "mean"
-    prepare, update, summary_bytes = Moments().prepare, Moments().update, Moments().summary_bytes
+    prepare = Moments().prepare
+    update = Moments().update
+    summary_bytes = Moments().summary_bytes
 
     def terms(self, seen: Seen, state: MomentState) -> Terms:
         return moments.mean_terms(seen.queries, state)
@@ -87,7 +92,8 @@ class Mean(Residual):
 def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sum of both counts, and the share of new tokens [..., 1], which is the weight of their mean."""
     count = before + new
-    return count, (new / count.clamp_min(1)).unsqueeze(-1)
+    share = new / count.clamp_min(1)
+    return count, share.unsqueeze(-1)
 
 
 # ---- the scores of clusters' mean keys -------------------------------------------------------------------------------
@@ -105,7 +111,8 @@ class Clusters(NamedTuple):
         """Computes the score of the mean key of every token's cluster, [..., R, L]."""
         scores = queries @ self.mean_key.transpose(-1, -2)  # [..., R, P]
         cluster = self.cluster.long().unsqueeze(-2)
-        return scores.gather(-1, cluster.expand(*scores.shape[:-1], -1))
+        cluster = cluster.expand(*scores.shape[:-1], -1)
+        return scores.gather(-1, cluster)
 
 
 @dataclass(frozen=True)
@@ -120,15 +127,19 @@ class Centroids(Residual):
     limits = {"clusters": 2**15 - 1}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
-        return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
+        part = moments.clusters(keys, mid, self.clusters)
+        return self._summarise(keys, values, part)
 
     def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
         """Adds each token to the cluster with the nearest mean key."""
-        new = self._summarise(keys, values, moments.nearest(keys, joined, state.mean_key, state.count > 0))
+        part = moments.nearest(keys, joined, state.mean_key, state.count > 0)
+        new = self._summarise(keys, values, part)
         count, share = joined_counts(state.count, new.count)
         mean_key = state.mean_key + share * (new.mean_key - state.mean_key)
-        cluster = torch.cat((state.cluster[..., :start], new.cluster), -1)
-        return Clusters(mean_key, count, state.value_sum + new.value_sum, cluster)
+        value_sum = state.value_sum + new.value_sum
+        earlier = state.cluster[..., :start]
+        cluster = torch.cat((earlier, new.cluster), -1)
+        return Clusters(mean_key, count, value_sum, cluster)
 
     def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> Clusters:
         """Summarises tokens whose clusters are `part` [..., L] int64, -1 for none."""
@@ -137,11 +148,13 @@ class Centroids(Residual):
         return Clusters(mean_key, count, value_sum, part.clamp_min(0).to(torch.int16))
 
     def terms(self, seen: Seen, state: Clusters) -> Terms:
-        return accounting.exact_terms(state.scores(seen.queries), seen.values, seen.unread)
+        scores = state.scores(seen.queries)
+        return accounting.exact_terms(scores, seen.values, seen.unread)
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of mean keys, counts and value sums, and of the cluster of each token that was read."""
-        return FLOAT32 * self.clusters * (2 * step.width + 1) + INDEX * step.retrieved
+        of_clusters = FLOAT32 * self.clusters * (2 * step.width + 1)
+        return of_clusters + INDEX * step.retrieved
 
     def kept_bytes(self, step: Step) -> float:
         """Includes the cluster of every token."""
@@ -168,36 +181,52 @@ class ImportanceSample(Residual):
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
         seeded = torch.Generator("cpu").manual_seed(self.seed)  # the same numbers on every device
         inside = torch.rand(self.draws, generator=seeded, dtype=torch.float64, device="cpu")
-        places = ((torch.arange(self.draws, device="cpu") + inside) / self.draws).to(keys.device, keys.dtype)
-        places = places.clamp_max(1 - 2**-23).expand(*keys.shape[:-2], self.draws)
+        interval = torch.arange(self.draws, device="cpu")
+        places = (interval + inside) / self.draws
+        places = places.to(keys.device, keys.dtype)
+        places = places.clamp_max(1 - 2**-23)  # the conversion may have rounded up to 1
+        places = places.expand(*keys.shape[:-2], self.draws)
         return (places, *Centroids(self.clusters).prepare(keys, values, mid))
 
     def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, ...]:
         places, *clusters = state
-        return (places, *Centroids(self.clusters).update(Clusters(*clusters), keys, values, joined, start))
+        clusters = Clusters(*clusters)
+        clusters = Centroids(self.clusters).update(clusters, keys, values, joined, start)
+        return (places, *clusters)
 
     def terms(self, seen: Seen, state: Any) -> Terms:
         """Draws tokens with probabilities p in proportion to weights, and sums their terms divided by S p."""
         places, *clusters = state
-        guess = Clusters(*clusters).scores(seen.queries).masked_fill(~seen.unread, -torch.inf)
+        guess = Clusters(*clusters).scores(seen.queries)
+        guess = guess.masked_fill(~seen.unread, -torch.inf)
         highest = guess.amax(-1, keepdim=True)
-        weights = (guess - torch.where(highest > -torch.inf, highest, 0)).exp()
+        highest = torch.where(highest > -torch.inf, highest, 0)
+        weights = (guess - highest).exp()
+        # Token i is drawn where a place, times the total, lies between the sums of weights up to i - 1 and up to i.
         below = weights.cumsum(-1)
         total = below[..., -1:]
         bounds = (places.unsqueeze(-2) * total).contiguous()  # [..., R, S]
-        drawn = torch.searchsorted(below, bounds, right=True).clamp_max(below.shape[-1] - 1)
-        log_terms = seen.scores.gather(-1, drawn) - weights.gather(-1, drawn).log()
+        drawn = torch.searchsorted(below, bounds, right=True)
+        drawn = drawn.clamp_max(below.shape[-1] - 1)
+        # 1 / (S p) = total / (S weight)
+        log_weights = weights.gather(-1, drawn).log()
+        log_terms = seen.scores.gather(-1, drawn) - log_weights
         shift = log_terms.amax(-1)
-        terms = (log_terms - shift.unsqueeze(-1)).exp() * (total / self.draws)
-        return accounting.Terms(selection.weighted_sum(terms, drawn, seen.values), terms.sum(-1), shift)
+        terms = (log_terms - shift.unsqueeze(-1)).exp()
+        terms = terms * (total / self.draws)
+        numerator = selection.weighted_sum(terms, drawn, seen.values)
+        return accounting.Terms(numerator, terms.sum(-1), shift)
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of mean keys and counts, and of keys and values of the tokens that query heads draw."""
-        drawn = 2 * BFLOAT16 * step.width * self.draws * step.heads
-        return FLOAT32 * self.clusters * (step.width + 1) + drawn
+        drawn = self.draws * step.heads
+        rows = 2 * BFLOAT16 * step.width * drawn
+        return FLOAT32 * self.clusters * (step.width + 1) + rows
 
     def kept_bytes(self, step: Step) -> float:
-        return FLOAT32 * (self.clusters * (step.width + 1) + self.draws) + INDEX * step.tokens
+        mean_keys_and_counts = self.clusters * (step.width + 1)
+        numbers = FLOAT32 * (mean_keys_and_counts + self.draws)
+        return numbers + INDEX * step.tokens
 
 
 # ---- scores that the selector saw, or exact scores of all tokens -----------------------------------------------------
@@ -242,69 +271,111 @@ class ScanRegression(Residual):
     limits = {"clusters": 2**15 - 2}
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> ClusteredMoments:
-        return self._summarise(keys, values, moments.clusters(keys, mid, self.clusters))
+        part = moments.clusters(keys, mid, self.clusters)
+        return self._summarise(keys, values, part)
 
     def update(
         self, state: ClusteredMoments, keys: Tensor, values: Tensor, joined: Tensor, start: int
     ) -> ClusteredMoments:
         """Adds each token to the cluster with the nearest mean key."""
-        new = self._summarise(keys, values, moments.nearest(keys, joined, state.mean_key, state.count > 0))
+        part = moments.nearest(keys, joined, state.mean_key, state.count > 0)
+        new = self._summarise(keys, values, part)
         count, share = joined_counts(state.count, new.count)
-        key_step, value_step = new.mean_key - state.mean_key, new.mean_value - state.mean_value
-        between = count.unsqueeze(-1) * share * (1 - share) * value_step
-        total, old, late = (x.sum(-1).clamp_min(1).unsqueeze(-1) for x in (count, state.count, new.count))
-        variance = old * state.value_variance + late * new.value_variance + (between * value_step).sum(-2)
-        covariance = old.unsqueeze(-1) * state.value_key_covariance + late.unsqueeze(-1) * new.value_key_covariance
-        return ClusteredMoments(
-            count,
-            state.mean_key + share * key_step,
-            state.mean_value + share * value_step,
-            (covariance + between.transpose(-1, -2) @ key_step) / total.unsqueeze(-1),
-            variance / total,
-            torch.cat((state.cluster[..., :start], new.cluster), -1),
-        )
+        key_step = new.mean_key - state.mean_key
+        value_step = new.mean_value - state.mean_value
+        # Sums of squares and products add up, with those of the steps between the means of both sets of tokens.
+        between = count.unsqueeze(-1) * share
+        between = between * (1 - share) * value_step
+        total = _tokens(count)
+        before = _tokens(state.count)
+        late = _tokens(new.count)
+        variance = before * state.value_variance + late * new.value_variance
+        variance = variance + (between * value_step).sum(-2)
+        own = before.unsqueeze(-1) * state.value_key_covariance
+        covariance = own + late.unsqueeze(-1) * new.value_key_covariance
+        covariance = covariance + between.transpose(-1, -2) @ key_step
+        covariance = covariance / total.unsqueeze(-1)
+        mean_key = state.mean_key + share * key_step
+        mean_value = state.mean_value + share * value_step
+        earlier = state.cluster[..., :start]
+        cluster = torch.cat((earlier, new.cluster), -1)
+        return ClusteredMoments(count, mean_key, mean_value, covariance, variance / total, cluster)
 
     def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> ClusteredMoments:
         """Summarises tokens whose clusters are `part` [..., L] int64, -1 for none."""
-        count, mean_key, mean_value, _, covariance, _ = moments.shared_moments_of(keys, values, part, self.clusters)
-        squares = moments.from_own(values, mean_value, part).square()
-        variance = torch.where((part >= 0).unsqueeze(-1), squares, 0).sum(-2)
-        variance = variance / count.sum(-1, keepdim=True).clamp_min(1)
-        return ClusteredMoments(count, mean_key, mean_value, covariance.squeeze(-3), variance, part.to(torch.int16))
+        found = moments.shared_moments_of(keys, values, part, self.clusters)
+        covariance = found.value_key_covariance.squeeze(-3)
+        squares = moments.from_own(values, found.mean_value, part).square()
+        inside = (part >= 0).unsqueeze(-1)
+        variance = torch.where(inside, squares, 0).sum(-2)
+        variance = variance / _tokens(found.count)
+        cluster = part.to(torch.int16)
+        return ClusteredMoments(found.count, found.mean_key, found.mean_value, covariance, variance, cluster)
 
     def terms(self, seen: Seen, state: ClusteredMoments) -> Terms:
         dtype = seen.queries.dtype
-        count = state.count.to(dtype)
-        members = (state.cluster.unsqueeze(-1) == torch.arange(count.shape[-1], device=count.device)).to(dtype)
-        inside = (state.cluster >= 0).unsqueeze(-2)  # [..., 1, L]
-        offset = torch.where(inside, seen.scanned, 0)
-        rounding = ROUNDING * torch.finfo(dtype).eps * torch.linalg.vector_norm(offset, torch.inf, dim=-1)
-        mean = offset @ members / count.clamp_min(1).unsqueeze(-2)  # [..., R, P]
-        offset -= mean @ members.transpose(-1, -2)  # stays 0 outside the mid-region
-        variance = torch.linalg.vector_norm(offset, dim=-1).square() / count.sum(-1, keepdim=True).clamp_min(1)
-        deviation = torch.maximum(variance.clamp_min(moments.LEAST_VARIANCE).sqrt(), rounding).unsqueeze(-1)
+        count = state.count
+        number = torch.arange(count.shape[-1], device=count.device)
+        members = (state.cluster.unsqueeze(-1) == number).to(dtype)  # [..., L, P]
+        offset, deviation = _within_clusters(seen.scanned, state, members)
 
         weights = torch.where(seen.unread, seen.scanned, -torch.inf)
         shift = weights.amax(-1)
         shift = torch.where(shift > -torch.inf, shift, 0)
         weights = weights.sub_(shift.unsqueeze(-1)).exp_()
-        read = (state.mean_value, state.value_key_covariance, state.value_variance)
-        mean_value, covariance, value_variance = (x.bfloat16().to(dtype) for x in read)
+        # Scores and slope are both in units of the deviation, so that their product is over its square, var(s).
         along = (weights * offset).sum(-1, keepdim=True) / deviation
-        steepest = value_variance.sqrt().unsqueeze(-2)
-        slope = (seen.queries @ covariance.transpose(-1, -2) / deviation).clamp(-steepest, steepest)
-        return accounting.Terms((weights @ members) @ mean_value + along * slope, weights.sum(-1), shift)
+        covariance = state.value_key_covariance.bfloat16().to(dtype)
+        slope = seen.queries @ covariance.transpose(-1, -2) / deviation
+        steepest = state.value_variance.bfloat16().to(dtype)
+        steepest = steepest.sqrt().unsqueeze(-2)
+        slope = slope.clamp(-steepest, steepest)
+        mean_value = state.mean_value.bfloat16().to(dtype)
+        numerator = (weights @ members) @ mean_value + along * slope
+        return accounting.Terms(numerator, weights.sum(-1), shift)
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of mean values, counts, C, the variance of values, and with several clusters one or two for
         the cluster of every token.
         """
-        cluster = 0 if self.clusters == 1 else 1 if self.clusters <= 2**8 else 2
-        return BFLOAT16 * (step.width + self.clusters) * (step.width + 1) + cluster * step.tokens
+        if self.clusters == 1:
+            cluster = 0
+        else:
+            cluster = 1 if self.clusters <= 2**8 else 2
+        numbers = (step.width + self.clusters) * (step.width + 1)
+        return BFLOAT16 * numbers + cluster * step.tokens
 
     def kept_bytes(self, step: Step) -> float:
         """Adds mean keys, for `update`."""
         return self.summary_bytes(step) + BFLOAT16 * self.clusters * step.width
+
+
+def _tokens(count: Tensor) -> Tensor:
+    """Returns the number of tokens in all clusters, at least 1 to divide by: [..., P] -> [..., 1]."""
+    return count.sum(-1).clamp_min(1).unsqueeze(-1)
+
+
+def _within_clusters(scanned: Tensor, state: ClusteredMoments, members: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns every token's score less the mean score of its cluster, [..., R, L], 0 outside the mid-region, and the
+    deviation of scores within clusters, [..., R, 1].
+
+    Args:
+        scanned: [..., R, L].
+        members: [..., L, P], one 1 in the row of every mid-region token.
+    """
+    dtype = members.dtype
+    count = state.count.to(dtype)
+    inside = (state.cluster >= 0).unsqueeze(-2)  # [..., 1, L]
+    offset = torch.where(inside, scanned, 0)
+    largest = torch.linalg.vector_norm(offset, torch.inf, dim=-1)
+    rounding = ROUNDING * torch.finfo(dtype).eps * largest
+    mean = offset @ members / count.clamp_min(1).unsqueeze(-2)  # [..., R, P]
+    offset -= mean @ members.transpose(-1, -2)  # stays 0 outside the mid-region
+    squares = torch.linalg.vector_norm(offset, dim=-1).square()
+    variance = squares / _tokens(count)
+    deviation = variance.clamp_min(moments.LEAST_VARIANCE).sqrt()
+    deviation = torch.maximum(deviation, rounding)
+    return offset, deviation.unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -334,7 +405,8 @@ class GroupSums(Residual):
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of value sums and counts."""
-        return BFLOAT16 * (step.width + 1) * -(-step.tokens // self.size)
+        clusters = -(-step.tokens // self.size)
+        return BFLOAT16 * (step.width + 1) * clusters
 
 
 @dataclass(frozen=True)
@@ -364,21 +436,26 @@ class QuantisedValues(Residual):
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Codes:
         channels = values.mT  # in place of the tokens that `quantised` takes
-        every_channel = torch.ones(channels.shape[-2], dtype=torch.bool, device=values.device)
-        codes = quantised(channels, every_channel, min(self.group, len(every_channel)), self.bits)
+        width = channels.shape[-2]
+        every_channel = torch.ones(width, dtype=torch.bool, device=values.device)
+        codes = quantised(channels, every_channel, min(self.group, width), self.bits)
         return Codes(*(x.mT.contiguous() for x in codes))
 
     def update(self, state: Codes, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Codes:
-        return Codes(*appended(state, self.prepare(keys, values, joined), (start,) * 3))
+        new = self.prepare(keys, values, joined)
+        return Codes(*appended(state, new, (start, start, start)))
 
     def terms(self, seen: Seen, state: Codes) -> Terms:
         size = min(self.group, state.codes.shape[-1])
-        values = restored(Codes(*(x.mT for x in state)), size, seen.queries.dtype).mT.contiguous()
+        by_channel = Codes(*(x.mT for x in state))
+        values = restored(by_channel, size, seen.queries.dtype)
+        values = values.mT.contiguous()
         terms = accounting.exact_terms(seen.scanned, values, seen.unread)
         chosen = self.values_read(seen)
         if chosen is None:
             return terms
-        weights = torch.where(chosen, (seen.scanned - terms.shift.unsqueeze(-1)).exp(), 0)
+        weights = (seen.scanned - terms.shift.unsqueeze(-1)).exp()
+        weights = torch.where(chosen, weights, 0)
         return terms._replace(numerator=weights @ values)
 
     def values_read(self, seen: Seen) -> Tensor | None:
@@ -387,13 +464,17 @@ class QuantisedValues(Residual):
         known = torch.where(seen.unread, seen.scanned, -torch.inf)
         if seen.anchors is not None:
             known = torch.where(seen.anchors, seen.scores, known)
-        read = torch.where(seen.read.mask(known.shape[-1]), seen.scores, known)
-        return seen.unread & (seen.scanned > read.amax(-1, keepdim=True) + math.log(self.bound))
+        read = seen.read.mask(known.shape[-1])
+        known = torch.where(read, seen.scores, known)
+        least = known.amax(-1, keepdim=True) + math.log(self.bound)
+        return seen.unread & (seen.scanned > least)
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of all values or, with a bound, of `step.retrieved`, a number that has to be measured."""
         tokens = step.retrieved if self.bound else step.tokens
-        return tokens * (step.width * self.bits / 8 + 2 * BFLOAT16 * -(-step.width // self.group))
+        groups = -(-step.width // self.group)
+        codes = step.width * self.bits / 8
+        return tokens * (codes + 2 * BFLOAT16 * groups)
 
     def kept_bytes(self, step: Step) -> float:
         return self.summary_bytes(step._replace(retrieved=step.tokens))
@@ -414,17 +495,23 @@ class ExactMass(Residual):
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mean value [..., D] of the mid-region and its number of tokens [...]."""
-        weights = mid.expand(keys.shape[:-1]).to(values.dtype).unsqueeze(-1)
-        return (weights * values).sum(-2) / weights.sum(-2).clamp_min(1), weights.sum((-2, -1))
+        inside = mid.expand(keys.shape[:-1])
+        weights = inside.to(values.dtype).unsqueeze(-1)
+        total = (weights * values).sum(-2)
+        mean = total / weights.sum(-2).clamp_min(1)
+        return mean, weights.sum((-2, -1))
 
     def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        (mean, before), (new, late) = state, self.prepare(keys, values, joined)
+        mean, before = state
+        new, late = self.prepare(keys, values, joined)
         count, share = joined_counts(before, late)
         return mean + share * (new - mean), count
 
     def terms(self, seen: Seen, state: Any) -> Terms:
-        mass = accounting.exact_terms(seen.scores, seen.values, seen.unread)
-        return mass._replace(numerator=mass.denominator.unsqueeze(-1) * state[0].unsqueeze(-2))
+        mean, _ = state
+        exact = accounting.exact_terms(seen.scores, seen.values, seen.unread)
+        numerator = exact.denominator.unsqueeze(-1) * mean.unsqueeze(-2)
+        return exact._replace(numerator=numerator)
 
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of the mean value; the mass is that of scores that the selector has computed."""

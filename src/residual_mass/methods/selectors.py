@@ -22,16 +22,27 @@ if TYPE_CHECKING:
 
 def blocks_of(x: Tensor, size: int) -> Tensor:
     """Splits rows into blocks: [..., L, C] -> [..., N, S, C], the last block padded with zeros."""
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+    missing = -x.shape[-2] % size
+    padded = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    return padded.unflatten(-2, (-1, size))
+
+
+def _rows_of(blocks: Tensor, rows: int) -> Tensor:
+    """Inverse of `blocks_of`, which cuts the padding off: [..., N, S, C] -> [..., L, C] for L rows."""
+    return blocks.flatten(-3, -2)[..., :rows, :]
 
 
 def bounds_of(x: Tensor, members: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Returns minima and maxima of x [..., L, C] over the rows `members` [..., L] bool of each block: [..., N, C]
     twice, zeros for a block without members.
     """
-    blocks, inside = blocks_of(x, size), blocks_of(members.unsqueeze(-1), size)
-    low, high = torch.where(inside, blocks, torch.inf).amin(-2), torch.where(inside, blocks, -torch.inf).amax(-2)
-    return low.masked_fill(low == torch.inf, 0), high.masked_fill(high == -torch.inf, 0)
+    blocks = blocks_of(x, size)
+    inside = blocks_of(members.unsqueeze(-1), size)
+    low = torch.where(inside, blocks, torch.inf).amin(-2)
+    low = low.masked_fill(low == torch.inf, 0)
+    high = torch.where(inside, blocks, -torch.inf).amax(-2)
+    high = high.masked_fill(high == -torch.inf, 0)
+    return low, high
 
 
 class Codes(NamedTuple):
@@ -46,23 +57,37 @@ class Codes(NamedTuple):
 
 def quantised(x: Tensor, members: Tensor, size: int, bits: int) -> Codes:
     """Quantises x [..., L, C] column by column over blocks, between the limits of `bounds_of`."""
+    most = 2**bits - 1
     low, high = bounds_of(x, members, size)
-    low, most = low.bfloat16(), 2**bits - 1
-    step = ((high - low.to(x.dtype)) / most).bfloat16()
-    width = step.to(x.dtype).clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-2)
-    codes = ((blocks_of(x, size) - low.to(x.dtype).unsqueeze(-2)) / width).round().clamp(0, most)
-    return Codes(codes.to(torch.uint8).flatten(-3, -2)[..., : x.shape[-2], :], low, step)
+    stored_low = low.bfloat16()
+    low = stored_low.to(x.dtype)  # codes are relative to the rounded numbers, by which they are restored
+    stored_step = ((high - low) / most).bfloat16()
+    step = stored_step.to(x.dtype)
+    step = step.clamp_min(torch.finfo(torch.float32).tiny)  # a block of equal numbers has a step of 0
+    codes = blocks_of(x, size) - low.unsqueeze(-2)
+    codes = codes / step.unsqueeze(-2)
+    codes = codes.round_().clamp_(0, most)
+    codes = _rows_of(codes.to(torch.uint8), x.shape[-2])
+    return Codes(codes, stored_low, stored_step)
 
 
 def restored(state: Codes, size: int, dtype: torch.dtype) -> Tensor:
     """Inverse of `quantised`, up to rounding."""
-    low, step = (x.to(dtype).unsqueeze(-2) for x in (state.low, state.step))
-    return (low + step * blocks_of(state.codes, size).to(dtype)).flatten(-3, -2)[..., : state.codes.shape[-2], :]
+    low = state.low.to(dtype).unsqueeze(-2)
+    step = state.step.to(dtype).unsqueeze(-2)
+    numbers = blocks_of(state.codes, size).to(dtype)
+    numbers = step * numbers
+    numbers = low + numbers
+    return _rows_of(numbers, state.codes.shape[-2])
 
 
 def appended(state: Sequence[Tensor], new: Sequence[Tensor], kept: Sequence[int]) -> tuple[Tensor, ...]:
     """Appends the tensors of a later summary to the first `kept` rows of the tensors of an earlier one."""
-    return tuple(torch.cat((old[..., :n, :], part), -2) for old, part, n in zip(state, new, kept, strict=True))
+    joined = []
+    for old, part, rows in zip(state, new, kept, strict=True):
+        unchanged = old[..., :rows, :]
+        joined.append(torch.cat((unchanged, part), -2))
+    return tuple(joined)
 
 
 # ---- scans of all tokens: unread tokens score below the K-th best in the same scan -----------------------------------
@@ -84,10 +109,6 @@ class QuantisedScan(Selector):
     """S, tokens that share a scale. An update quantises whole blocks."""
     limits = {"bits": 8, "block": None}
 
-    @property
-    def fused(self) -> bool:
-        return self.bits == 4
-
     def prepare(self, keys: Tensor, mid: Tensor) -> Codes:
         """Quantises keys. Anchors, which are always read, do not widen the range of a block."""
         return quantised(keys, mid, self.block, self.bits)
@@ -95,13 +116,17 @@ class QuantisedScan(Selector):
     def update(self, state: Codes, keys: Tensor, mid: Tensor, start: int) -> Codes:
         first = start // self.block
         column = first * self.block
-        return Codes(*appended(state, self.prepare(keys[..., column:, :], mid[..., column:]), (column, first, first)))
+        new_keys = keys[..., column:, :]
+        new = self.prepare(new_keys, mid[..., column:])
+        return Codes(*appended(state, new, (column, first, first)))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        return best_of(queries @ restored(state, self.block, queries.dtype).transpose(-1, -2), mid, k)
+        keys = restored(state, self.block, queries.dtype)
+        return best_of(queries @ keys.transpose(-1, -2), mid, k)
 
     def scan_bytes(self, step: Step) -> float:
-        return step.tokens * step.width * (self.bits / 8 + 2 * BFLOAT16 / self.block)
+        bytes_per_number = self.bits / 8 + 2 * BFLOAT16 / self.block
+        return step.tokens * step.width * bytes_per_number
 
 
 @dataclass(frozen=True)
@@ -120,25 +145,34 @@ class Channels(Selector):
         """Returns the mean key [..., D] of the mid-region, the eigenvectors [..., D, C] of its covariance with the
         largest eigenvalues, and the centred keys [..., L, C] in that basis.
         """
-        weights = mid.expand(keys.shape[:-1]).to(keys.dtype).unsqueeze(-1)
-        mean = (weights * keys).sum(-2) / weights.sum(-2).clamp_min(1)
+        inside = mid.expand(keys.shape[:-1])
+        weights = inside.to(keys.dtype).unsqueeze(-1)
+        total = (weights * keys).sum(-2)
+        mean = total / weights.sum(-2).clamp_min(1)
         centred = keys - mean.unsqueeze(-2)
         covariance = (weights * centred).transpose(-1, -2) @ centred
-        basis = torch.linalg.eigh(covariance.double()).eigenvectors.flip(-1)[..., : self.channels].to(keys.dtype)
+        ascending = torch.linalg.eigh(covariance.double()).eigenvectors
+        principal = ascending.flip(-1)[..., : self.channels]
+        basis = principal.to(keys.dtype)
         return mean, basis, centred @ basis
 
     def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
         """Keeps mean and basis."""
         mean, basis, reduced = state
-        return mean, basis, *appended([reduced], [(keys[..., start:, :] - mean.unsqueeze(-2)) @ basis], [start])
+        centred = keys[..., start:, :] - mean.unsqueeze(-2)
+        (reduced,) = appended([reduced], [centred @ basis], [start])
+        return mean, basis, reduced
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         mean, basis, reduced = state
-        return best_of((queries @ basis) @ reduced.transpose(-1, -2) + queries @ mean.unsqueeze(-1), mid, k)
+        scanned = (queries @ basis) @ reduced.transpose(-1, -2)
+        scanned = scanned + queries @ mean.unsqueeze(-1)  # keys are stored less their mean
+        return best_of(scanned, mid, k)
 
     def scan_bytes(self, step: Step) -> float:
         channels = min(self.channels, step.width)
-        return BFLOAT16 * (step.tokens * channels + step.width * (channels + 1))
+        basis_and_mean = step.width * (channels + 1)
+        return BFLOAT16 * (step.tokens * channels + basis_and_mean)
 
 
 # ---- whole pages and clusters: unread tokens may score above those read ----------------------------------------------
@@ -163,16 +197,23 @@ class Pages(Selector):
     def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
         first = start // self.size
         column = first * self.size
-        return appended(state, self.prepare(keys[..., column:, :], mid[..., column:]), (first, first))
+        new_keys = keys[..., column:, :]
+        new = self.prepare(new_keys, mid[..., column:])
+        return appended(state, new, (first, first))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        low, high = (x.transpose(-1, -2) for x in state)
-        bounds = queries.clamp_min(0) @ high + queries.clamp_max(0) @ low  # [..., R, N]
-        page = torch.arange(scores.shape[-1], device=scores.device) // self.size
+        low, high = state  # [..., N, D]
+        # A channel's product with any key of the page is largest at `high` where the query is positive, else at `low`.
+        from_high = queries.clamp_min(0) @ high.transpose(-1, -2)
+        from_low = queries.clamp_max(0) @ low.transpose(-1, -2)
+        bounds = from_high + from_low  # [..., R, N]
+        columns = torch.arange(scores.shape[-1], device=scores.device)
+        page = columns // self.size
         return whole_groups(bounds, page.expand(scores.shape), scores, mid, k)
 
     def scan_bytes(self, step: Step) -> float:
-        return 2 * BFLOAT16 * step.width * -(-step.tokens // self.size)
+        pages = -(-step.tokens // self.size)
+        return 2 * BFLOAT16 * step.width * pages
 
 
 @dataclass(frozen=True)
@@ -193,20 +234,23 @@ class WholeClusters(Selector):
 
     def prepare(self, keys: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
         """Returns mean keys [..., P, D] and every token's cluster [..., L, 1] int32, 0 outside the mid-region."""
-        cluster, clusters = moments.clusters_of(keys, mid, self.size), -(-keys.shape[-2] // self.size)
+        clusters = -(-keys.shape[-2] // self.size)
+        cluster = moments.clusters_of(keys, mid, self.size)
         _, centroids = moments.centroids_of(keys, cluster, clusters)
         return centroids, cluster.clamp_min(0).int().unsqueeze(-1)
 
     def update(self, state: Any, keys: Tensor, mid: Tensor, start: int) -> tuple[Tensor, ...]:
         """Clusters the tokens from column `start` on separately, and appends these clusters."""
         clusters = state[0].shape[-2]
-        centroids, cluster = self.prepare(keys[..., start:, :], mid[..., start:])
+        new_keys = keys[..., start:, :]
+        centroids, cluster = self.prepare(new_keys, mid[..., start:])
         return appended(state, (centroids, cluster + clusters), (clusters, start))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         centroids, cluster = state
         group = cluster.long().transpose(-1, -2).expand(scores.shape)
-        return whole_groups(queries @ centroids.transpose(-1, -2), group, scores, mid, k)
+        group_scores = queries @ centroids.transpose(-1, -2)
+        return whole_groups(group_scores, group, scores, mid, k)
 
     def scan_bytes(self, step: Step) -> float:
         return BFLOAT16 * step.width * -(-step.tokens // self.size)
@@ -224,12 +268,17 @@ def whole_groups(group_scores: Tensor, group: Tensor, scores: Tensor, mid: Tenso
         group: [..., R, L] int64, the group of every token.
         scores, mid, k: as in `Selector.select`.
     """
-    tokens, groups = scores.shape[-1], group_scores.shape[-1]
+    tokens = scores.shape[-1]
+    groups = group_scores.shape[-1]
     exact = torch.float32 if groups * tokens <= 2**24 else torch.float64  # represents all ranks exactly
-    rank = group_scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1).to(exact)
-    order = (-tokens * rank).gather(-1, group) - torch.arange(tokens, device=scores.device, dtype=exact)
+    descending = group_scores.argsort(dim=-1, descending=True, stable=True)
+    rank = descending.argsort(dim=-1).to(exact)  # the inverse of the permutation
+    columns = torch.arange(tokens, device=scores.device, dtype=exact)
+    # Sorts tokens by the rank of their group, then by column: the K largest are the K first.
+    order = (-tokens * rank).gather(-1, group) - columns
     read, _ = selection.unordered_topk(order, mid, k)
-    return Choice(read, selection.least_read(scores, mid, read), group_scores.gather(-1, group))
+    threshold = selection.least_read(scores, mid, read)
+    return Choice(read, threshold, group_scores.gather(-1, group))
 
 
 # ---- selectors made of another selector ------------------------------------------------------------------------------
@@ -278,14 +327,17 @@ class Reranked(Wrapped):
     limits = {"margin": None}
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        wider = self.scan.select(queries, scores, state, mid, k + self.margin, layout)
+        more = k + self.margin
+        wider = self.scan.select(queries, scores, state, mid, more, layout)
         candidates = wider.read.mask(scores.shape[-1])
         best = best_of(scores, candidates, k)
         mixed = best_of(torch.where(candidates, scores, wider.scanned), mid, k)
-        return Choice(best.read, torch.where(k > 0, best.threshold, mixed.threshold), mixed.scanned)
+        threshold = torch.where(k > 0, best.threshold, mixed.threshold)
+        return Choice(best.read, threshold, mixed.scanned)
 
     def scan_bytes(self, step: Step) -> float:
-        return self.scan.scan_bytes(step) + BFLOAT16 * step.width * step.heads * self.margin
+        margin_bytes = BFLOAT16 * step.width * step.heads * self.margin
+        return self.scan.scan_bytes(step) + margin_bytes
 
 
 @dataclass(frozen=True)
@@ -311,8 +363,10 @@ class CacheOnly(Wrapped):
         found = self.scan.select(queries, scores, state, mid, k * 0, layout)
         behind = mid.flip(-1).cumsum(-1).flip(-1)  # tokens from each one to the end of the mid-region
         newest = selection.members(mid & (behind <= self.tail), self.tail)
-        read = (part.expand(*scores.shape[:-1], -1) for part in newest)
-        return found._replace(read=selection.Selected(*read))
+        rows = scores.shape[:-1]
+        indices = newest.indices.expand(*rows, -1)
+        valid = newest.valid.expand(*rows, -1)
+        return found._replace(read=selection.Selected(indices, valid))
 
 
 @dataclass(frozen=True)
@@ -334,10 +388,13 @@ class Rotated(Wrapped):
 def _rotated(x: Tensor) -> Tensor:
     """Rotates x [..., D] by the fast Walsh-Hadamard transform."""
     width = x.shape[-1] & -x.shape[-1]
-    blocks, half = x.unflatten(-1, (-1, width)), 1
+    blocks = x.unflatten(-1, (-1, width))
+    half = 1
     while half < width:
-        low, high = blocks.unflatten(-1, (-1, 2, half)).unbind(-2)
-        blocks = torch.stack((low + high, low - high), -2).flatten(-3)
+        pairs = blocks.unflatten(-1, (-1, 2, half))
+        low, high = pairs.unbind(-2)
+        pairs = torch.stack((low + high, low - high), -2)
+        blocks = pairs.flatten(-3)
         half *= 2
     return blocks.flatten(-2) * width**-0.5
 
@@ -354,8 +411,12 @@ class PerGroup(Wrapped):
     cuts = False
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        scanned = self.scan.select(queries, scores, state, mid, k * 0, layout).scanned
-        share = scanned.masked_fill(~mid, torch.finfo(scanned.dtype).min).softmax(-1)
-        by_head = share.unflatten(-2, (-1, layout.heads, layout.tokens))
-        read, _ = selection.unordered_topk(by_head.sum(-3, keepdim=True).expand_as(by_head).flatten(-4, -2), mid, k)
+        found = self.scan.select(queries, scores, state, mid, k * 0, layout)
+        scanned = found.scanned
+        least = torch.finfo(scanned.dtype).min  # finite, so that a row without a mid-region is not NaN
+        share = scanned.masked_fill(~mid, least).softmax(-1)
+        by_head = share.unflatten(-2, (-1, layout.heads, layout.tokens))  # [..., arms, heads, tokens, L]
+        of_group = by_head.sum(-3, keepdim=True).expand_as(by_head)
+        of_group = of_group.flatten(-4, -2)  # [..., R, L]
+        read, _ = selection.unordered_topk(of_group, mid, k)
         return Choice(read, selection.least_read(scanned, mid, read), scanned)

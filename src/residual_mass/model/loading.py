@@ -23,7 +23,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 from residual_mass.files import sha256_of, sha256_text
-from residual_mass.model.hook import device_of, text_config
+from residual_mass.model.layers import device_of, text_config
 from residual_mass.model.phi_maps import HeadShape, open_safetensors
 from residual_mass.provenance import MANIFEST
 from residual_mass.study.specs import BackboneSpec
@@ -37,13 +37,14 @@ SMALL_FILES = (
     "vocab.json merges.txt tokenizer.model chat_template.jinja"
 ).split()
 """Files that transformers reads from a model's folder in addition to the weights."""
+UNKNOWN_TYPE = f"transformers {transformers.__version__} does not know its model_type"
 CAUSES = {
     "trust_remote_code": (
         "it has code of its own, which is never run",
         "take a model whose classes are part of transformers",
     ),
     "does not recognize this architecture": (
-        f"transformers {transformers.__version__} does not know its model_type",
+        UNKNOWN_TYPE,
         "update transformers, or correct model_type in config.json",
     ),
     "instantiate the backend tokenizer": (
@@ -104,9 +105,10 @@ def _check_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) ->
     bos = tokenizer.bos_token_id
     front = special_prefix(tokenizer)
     wanted = front.count(bos)
-    if ids.count(bos) != wanted or ids[: len(front)].count(bos) != wanted:
+    found = ids.count(bos)
+    if found != wanted or ids[: len(front)].count(bos) != wanted:
         raise ValueError(
-            f"prompt has {ids.count(bos)} BOS tokens, expected {wanted} at its front: {text[:60]!r}; "
+            f"prompt has {found} BOS tokens, expected {wanted} at its front: {text[:60]!r}; "
             "take them out of its text, or out of the chat template"
         )
 
@@ -129,7 +131,9 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
     def ids_of(part: str) -> list[int]:
         return tokenizer(part, add_special_tokens=False).input_ids
 
-    ids, front = ids_of(rendered(text)), ids_of(rendered(GAP).partition(GAP)[0])
+    ids = ids_of(rendered(text))
+    before_message, _, _ = rendered(GAP).partition(GAP)
+    front = ids_of(before_message)
     # A template may use a BOS token that the tokenizer does not add for something else.
     if tokenizer.bos_token_id in special_prefix(tokenizer):
         _check_bos(tokenizer, ids, text)
@@ -166,10 +170,11 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         else:
+            options |= {"use_safetensors": True}  # never a pickle
+            options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for _require_all_weights
             model, found = AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True,  # never a pickle
-                output_loading_info=True, ignore_mismatched_sizes=True, **options,
-            )  # fmt: skip
+                where, config=config, dtype=dtype, trust_remote_code=False, **options
+            )
     if spec.source != "random":
         _require_all_weights(where, model, found)
     model = model.to(device).eval().requires_grad_(False)
@@ -212,14 +217,26 @@ def _require_all_weights(where: str, model: PreTrainedModel, found: dict[str, An
     remedy = "fetch or save config.json and all weights again, of one whole model"
     if mismatched := sorted(found["mismatched_keys"]):
         name, stored, wanted = mismatched[0]
-        raise ValueError(f"{where}: {name} is {[*stored]} in its files, {[*wanted]} by config.json; {remedy}")
+        stored = list(stored)
+        wanted = list(wanted)
+        raise ValueError(f"{where}: {name} is {stored} in its files, {wanted} by config.json; {remedy}")
     if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{where}: its files lack tensors ({len(missing)}, first {missing[0]}); {remedy}")
+        number = len(missing)
+        raise ValueError(f"{where}: its files lack tensors ({number}, first {missing[0]}); {remedy}")
     # Further tensors are common, such as heads for training. Those of the layers here are scales of quantised weights,
     # biases, or further layers.
-    holders = {_any_layer(name) for name, module in model.named_modules() if hasattr(module, "weight")}
-    if unread := sorted(n for n in found["unexpected_keys"] if _any_layer(n.rpartition(".")[0]) in holders):
-        raise ValueError(f"{where}: config.json has no place for {unread[0]}, one of {len(unread)}; {remedy}")
+    holders = set()
+    for name, module in model.named_modules():
+        if hasattr(module, "weight"):
+            holders.add(_any_layer(name))
+    unread = []
+    for name in sorted(found["unexpected_keys"]):
+        holder, _, _ = name.rpartition(".")
+        if _any_layer(holder) in holders:
+            unread.append(name)
+    if unread:
+        number = len(unread)
+        raise ValueError(f"{where}: config.json has no place for {unread[0]}, one of {number}; {remedy}")
 
 
 def _any_layer(name: str) -> str:
@@ -237,11 +254,11 @@ def wrap_model(
     model_id = model_id or model.config.name_or_path or type(model).__name__
     revision = revision or getattr(model.config, "_commit_hash", None) or "local"
     dtype = str(model.dtype).removeprefix("torch.")
-    spec = BackboneSpec(
-        name=model_id, study="own", model_id=model_id, revision=revision, source="hub", dtype=dtype, tokenizer=model_id,
-        context=getattr(model.config.get_text_config(), "max_position_embeddings", 0),
-        requires_gpu=device_of(model).type == "cuda",
-    )  # fmt: skip
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
+    on_gpu = device_of(model).type == "cuda"
+    names = {"name": model_id, "study": "own", "tokenizer": model_id}
+    source = {"source": "hub", "model_id": model_id, "revision": revision}
+    spec = BackboneSpec(**names, **source, dtype=dtype, context=context, requires_gpu=on_gpu)
     identity = sha256_text("\n".join((model_id, revision, dtype)))
     return Backbone(spec, model.eval().requires_grad_(False), tokenizer, identity)
 
@@ -278,7 +295,8 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
     """Computes `Backbone.identity` without loading the model; raises ValueError if weights are missing or damaged."""
     weights = {"random": "random seed 0", "hub": spec.revision}.get(spec.source)
     if weights is None:
-        file = Path(_location(spec.model_id, spec.revision, spec.source, assets)[0]) / "model.safetensors"
+        where, _ = _location(spec.model_id, spec.revision, spec.source, assets)
+        file = Path(where) / "model.safetensors"
         with open_safetensors(file):  # reports a damaged file in one line; transformers' own error fills a page
             weights = sha256_of(file)
         if listed_in(assets / MANIFEST).get(file.relative_to(assets).as_posix(), weights) != weights:

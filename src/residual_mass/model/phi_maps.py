@@ -24,7 +24,7 @@ from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import atomic_write, sha256_of
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.hook import device_of
+from residual_mass.model.layers import device_of
 
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
 
@@ -62,24 +62,32 @@ class PhiMaps(nn.Module):
 
     def __init__(self, shape: HeadShape, map_spec: MapSpec, training: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.shape, self.map, self.training_facts = shape, map_spec, training or {}
+        self.shape = shape
+        self.map = map_spec
+        self.training_facts = training or {}
         self.sha256: str | None = None
-        self.query = nn.ModuleList(_make(map_spec, shape.query_heads, shape.head_dim) for _ in range(shape.layers))
-        self.key = nn.ModuleList(_make(map_spec, shape.kv_heads, shape.head_dim) for _ in range(shape.layers))
+        self.query = _make_layers(map_spec, shape, shape.query_heads)
+        self.key = _make_layers(map_spec, shape, shape.kv_heads)
 
     def on(self, model: PreTrainedModel) -> PhiMaps:
         """Returns these maps if they are on the model's device and have its precision or a higher one, otherwise a copy
         that does (`to` would change the caller's maps).
         """
         own = next(self.parameters())
-        where = (device_of(model), torch.promote_types(own.dtype, model.dtype))
-        return self if (own.device, own.dtype) == where else copy.deepcopy(self).to(*where)
+        device = device_of(model)
+        dtype = torch.promote_types(own.dtype, model.dtype)
+        if own.device == device and own.dtype == dtype:
+            return self
+        return copy.deepcopy(self).to(device, dtype)
 
     @torch.no_grad()
     def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:
         """Returns (phi_q, phi_k) of every layer with consecutive linear layers multiplied out, for decoding."""
+        layers = []
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
-            return [(q.fold(), k.fold()) for q, k in zip(self.query, self.key, strict=True)]
+            for query, key in zip(self.query, self.key, strict=True):
+                layers.append((query.fold(), key.fold()))
+        return layers
 
     def require(self, shape: HeadShape, model_id: str | None = None, revision: str | None = None) -> None:
         """Raises ValueError unless these maps fit a backbone's shape and, if given, its model id and revision."""
@@ -88,17 +96,19 @@ class PhiMaps(nn.Module):
                 f"phi maps are for heads {asdict(self.shape)}, the backbone has {asdict(shape)}; "
                 "give maps that were trained on it"
             )
-        trained_on = (self.training_facts.get("model_id"), self.training_facts.get("revision"))
-        if model_id is not None and trained_on != (model_id, revision):
+        own_id = self.training_facts.get("model_id")
+        own_revision = self.training_facts.get("revision")
+        if model_id is not None and (own_id, own_revision) != (model_id, revision):
             raise ValueError(
-                f"phi maps were trained on {trained_on[0]} ({trained_on[1]}), not {model_id} ({revision}); "
+                f"phi maps were trained on {own_id} ({own_revision}), not {model_id} ({revision}); "
                 "give maps that were trained on it"
             )
 
     def save(self, path: Path) -> None:
         """Writes maps and header to a safetensors file, whole or not at all; raises OSError if it cannot be written."""
         facts = {"shape": asdict(self.shape), "map": asdict(self.map), "training": self.training_facts}
-        write_safetensors(path, self.state_dict(), {MAPS_HEADER: json.dumps(facts, sort_keys=True)})
+        header = {MAPS_HEADER: json.dumps(facts, sort_keys=True)}
+        write_safetensors(path, self.state_dict(), header)
 
     @classmethod
     @torch.inference_mode(False)  # so that maps that are loaded in inference mode can be used outside of it
@@ -111,16 +121,17 @@ class PhiMaps(nn.Module):
         remedy = "delete the file and train again"
         try:
             facts = json.loads(header[MAPS_HEADER])
-            shape, map_spec = HeadShape(**facts["shape"]), MapSpec(**facts["map"])
+            shape = HeadShape(**facts["shape"])
+            map_spec = MapSpec(**facts["map"])
             training = dict(facts["training"])
             if shape.layers > len(tensors):  # a damaged number would build millions of them
                 raise ValueError(f"{shape.layers} layers, but {len(tensors)} tensors")
             with torch.device("meta"):
                 maps = cls(shape, map_spec, training)
-            expected = {name: (t.shape, t.dtype) for name, t in maps.state_dict().items()}
+            expected = _forms(maps.state_dict())
         except (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: its header is damaged ({error}); {remedy}") from None
-        if expected != {name: (t.shape, t.dtype) for name, t in tensors.items()}:
+        if expected != _forms(tensors):
             raise ValueError(f"{path}: tensors do not fit the head shape in the header; {remedy}")
         if not_finite := [name for name, t in tensors.items() if not t.isfinite().all()]:
             raise ValueError(f"{path}: {not_finite[0]} holds values that are not finite; {remedy}")
@@ -137,7 +148,8 @@ def files_by_label(phi: Sequence[Path], maps: Sequence[MapsSpec], arms: Iterable
     """
     if len(phi) != len(maps):
         raise ValueError(f"--phi has {len(phi)} files, but spec.maps names {len(maps)} maps; give one for each")
-    files = {spec.label: path for spec, path in zip(maps, phi, strict=True)}
+    labels = [spec.label for spec in maps]
+    files = dict(zip(labels, phi, strict=True))
     for arm in arms:
         if arm.needs_maps and arm.maps not in files:
             raise ValueError(f"arm {arm.method}: maps {arm.maps!r} is not in spec.maps, which has {', '.join(files)}")
@@ -160,7 +172,10 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
     """Writes the file atomically; raises OSError with its name on failure, such as a full disk."""
     with atomic_write(path) as temporary:
         try:
-            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
+            plain = {}
+            for name, tensor in tensors.items():
+                plain[name] = tensor.detach().cpu().contiguous()
+            save_file(plain, temporary, metadata)
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from None
 
@@ -168,7 +183,21 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
 def read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Reads header metadata and all tensors; errors as for `open_safetensors`."""
     with open_safetensors(path) as stream:
-        return stream.metadata() or {}, {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+        return stream.metadata() or {}, tensors
+
+
+def _forms(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    forms = {}
+    for name, tensor in tensors.items():
+        forms[name] = tensor.shape, tensor.dtype
+    return forms
+
+
+def _make_layers(spec: MapSpec, shape: HeadShape, heads: int) -> nn.ModuleList:
+    """Builds one map for each layer, stacked over `heads` query or KV heads."""
+    maps = [_make(spec, heads, shape.head_dim) for _ in range(shape.layers)]
+    return nn.ModuleList(maps)
 
 
 def _make(spec: MapSpec, heads: int, head_dim: int) -> nn.Module:

@@ -70,10 +70,11 @@ def require_read_once(model: PreTrainedModel, length: int, last: int, text: str 
     """Raises ValueError if a text that grows from `length` to `last` tokens has to be read again on the way."""
     frequencies = frequencies_of(model)
     if frequencies is not None and not frequencies.grows and not frequencies.same(length, last):
+        name = type(model).__name__
+        change = f"{name}'s rotary frequencies change beyond {frequencies.limit} tokens ({frequencies.kind})"
         raise ValueError(
-            f"{type(model).__name__}'s rotary frequencies change beyond {frequencies.limit} tokens "
-            f"({frequencies.kind}), and {text} grows from {length} to {last}: generate within partial_kv, where all is "
-            "read again then, or fewer tokens"
+            f"{change}, and {text} grows from {length} to {last}: generate within partial_kv, where all is read again "
+            "then, or fewer tokens"
         )
 
 
@@ -109,13 +110,19 @@ def _by_length(forward: Callable[..., Any], lengths: Sequence[int]) -> Callable[
             own = position_ids if len(rows_of) == 1 else position_ids[..., rows, :]
             last = torch.full_like(own[..., :1], length - 1)
             forward(x, torch.zeros_like(last), *args, **options)  # dynamic scaling forgets longer texts
-            parts.append(_first_columns(forward(x, torch.cat((own, last), -1), *args, **options)))
-        order = torch.tensor([row for rows in rows_of.values() for row in rows], device=position_ids.device).argsort()
+            with_last = torch.cat((own, last), -1)
+            rotation = forward(x, with_last, *args, **options)
+            parts.append(_first_columns(rotation))
         if len(parts) == 1:
             return parts[0]
+        rows_by_length = [row for rows in rows_of.values() for row in rows]
+        order = torch.tensor(rows_by_length, device=position_ids.device).argsort()  # back to the order of the batch
         if isinstance(parts[0], Tensor):
             return torch.cat(parts, -3)[..., order, :, :]
-        return tuple(torch.cat(each, -3)[..., order, :, :] for each in zip(*parts, strict=True))
+        joined = []
+        for each in zip(*parts, strict=True):  # the cosines of all lengths, then their sines
+            joined.append(torch.cat(each, -3)[..., order, :, :])
+        return tuple(joined)
 
     return rotated
 

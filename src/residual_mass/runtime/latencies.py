@@ -32,17 +32,20 @@ from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import tokens_of
+from residual_mass.decode.backend import Backend
+from residual_mass.decode.backends import BACKENDS, backend_for
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.text import TextBatch
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.methods.step_bytes import packing_of
-from residual_mass.model.hook import Prefill, device_of, prefill
+from residual_mass.methods.served import backends_of
+from residual_mass.model.hook import Prefill, prefill
+from residual_mass.model.layers import device_of
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.packed import PackedCache, PackedSession, kernels_for
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.model.static_decode import StaticDecoder, fill_buffers, fused_method
 from residual_mass.provenance import MANIFEST, Record, device_name
-from residual_mass.runtime.prototype import CacheDecoder, PrototypeDecoder
+from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import Implementation, copy_rates, prompt_bytes, step_traffic
 from residual_mass.study.labels import METHODS
 from residual_mass.study.specs import RuntimeSpec
@@ -88,7 +91,7 @@ class Timing:
 
     Attributes:
         build: seconds for a method's buffers, features and summaries after the prefill.
-        recording: seconds for recording CUDA graphs, including a first run; None without graphs.
+        recording: seconds of the first run, which records CUDA graphs; None without graphs.
         steps: mean seconds of a step, one per repeat.
         peak: peak bytes of GPU memory while recording and decoding, without model, maps and prefill; None on a CPU.
         tokens: [B, T] decoded tokens.
@@ -112,8 +115,8 @@ def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
         ValueError: a context exceeds the backbone's, or one of `own_methods` has no fast step.
     """
     for method in spec.own_methods:
-        if packing_of(method_named(method)) is None:
-            fused_method(method)
+        if backends_of(method_named(method)) == ("torch",):
+            raise ValueError(f"runtime.methods: {method} has no kernels, on a CPU or a GPU; leave it out")
     record = Record("runtime", spec, [assets / MANIFEST])
     for label in spec.contexts:
         if tokens_of(label) + STEPS > spec.backbone.context:
@@ -169,8 +172,9 @@ def measure(
 def _serves(implementation: Implementation, method: str, model: PreTrainedModel) -> bool:
     if implementation == "prototype":
         return method in METHODS
-    rule = method_named(method)
-    return rule.fused if implementation == "fused" else kernels_for(model, rule) is not None
+    if implementation == "fused":
+        return "triton" in backends_of(method_named(method))
+    return PackedBackend.refusal(model, arm_of(method, 1.0)) is None
 
 
 def _known(setting: Setting, bandwidth: float) -> dict[str, object]:
@@ -289,38 +293,70 @@ def _timed_decoding(setting: Setting, read: Prefill) -> Timing:
     device = device_of(setting.model)
     on_gpu = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    decoder: CacheDecoder | StaticDecoder | None
+    decoder: PrototypeDecoder | TextDecoder | None
     for _ in range(2):  # the first is slower and not counted
         decoder = None  # frees its buffers first
         decoder, build = _clocked(lambda: _decoder(setting, read), device)
     if on_gpu:  # after building; graphs allocate their memory while they are recorded, not when they run
         torch.cuda.reset_peak_memory_stats(device)
     first = read.next_token.repeat(setting.batch)
-    _, recording = _clocked(decoder.prepare, device)
-    tokens = decoder.run(first).clone()  # slower than the next ones and not counted
+    decoder.prepare()
+    tokens, recording = _clocked(lambda: decoder.run(first), device)  # slower than the next ones and not counted
     steps = []
     for _ in range(setting.spec.repeats):
         decoder.prepare()
         _, seconds = _clocked(lambda: decoder.run(first), device)
         steps.append(seconds / STEPS)
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else None
-    recorded = isinstance(decoder, StaticDecoder) and decoder.graphs
+    recorded = isinstance(decoder, TextDecoder) and decoder.recorded
     return Timing(build, recording if recorded else None, steps, peak, tokens)
 
 
-def _decoder(setting: Setting, read: Prefill) -> CacheDecoder | StaticDecoder:
+def _decoder(setting: Setting, read: Prefill) -> PrototypeDecoder | TextDecoder:
     """Returns the decoder of a batch of the prompt that was read, with its own buffers."""
-    model, method, anchors, batch = setting.model, setting.method, setting.spec.anchors, setting.batch
-    if setting.implementation == "fused":
-        caches = fill_buffers([Prefill(dict(read.layers)) for _ in range(batch)], STEPS)
-        return StaticDecoder(model, caches, method, setting.k, anchors, setting.phi, STEPS)
-    rows = Prefill({n: (k.repeat(batch, 1, 1, 1), v.repeat(batch, 1, 1, 1)) for n, (k, v) in read.layers.items()})
+    model, anchors, batch = setting.model, setting.spec.anchors, setting.batch
+    rows = {index: (k.repeat(batch, 1, 1, 1), v.repeat(batch, 1, 1, 1)) for index, (k, v) in read.layers.items()}
     if setting.implementation == "prototype":
-        return PrototypeDecoder(model, rows, method, setting.k, anchors, setting.phi, STEPS)
-    cache = PackedCache(model, method)
-    session = PackedSession(ArmSpec(method, None if method == "full" else setting.spec.budget), anchors, cache)
-    session.take(rows)
-    return CacheDecoder(model, cache, session, STEPS)
+        return PrototypeDecoder(model, Prefill(rows), setting.method, setting.k, anchors, setting.phi, STEPS)
+    arm = arm_of(setting.method, setting.spec.budget)
+    kinds = [kind for kind in BACKENDS if (kind is PackedBackend) == (setting.implementation == "kernels")]
+    phi = setting.phi if arm.needs_maps else None
+    backend = backend_for(model, arm, anchors, phi, room=STEPS, kinds=kinds)
+    backend.take(Prefill(rows))
+    return TextDecoder(model, backend)
+
+
+class TextDecoder:
+    """Greedy decoding of a batch of prompts of equal length through a backend that holds them."""
+
+    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
+        self.text = TextBatch(model, backend)
+        self.length = self.text.tokens
+        backend.repeats = True
+
+    @property
+    def recorded(self) -> bool:
+        """Whether steps are replayed from CUDA graphs."""
+        return self.text.backend.records
+
+    def prepare(self) -> None:
+        """Removes generated tokens; call before every run."""
+        self.text.crop(self.text.tokens - self.length)
+
+    @torch.no_grad()
+    def run(self, first: Tensor) -> Tensor:
+        """Decodes tokens [B, T] after the tokens `first` [B]."""
+        token = first.unsqueeze(1)
+        tokens = []
+        for _ in range(STEPS):
+            self.logits = self.text.step(token)[:, -1]
+            token = self.logits.argmax(-1, keepdim=True)
+            tokens.append(token)
+        return torch.cat(tokens, dim=1)
+
+
+def arm_of(method: str, budget: float) -> ArmSpec:
+    return ArmSpec(method, None if method == "full" else budget)
 
 
 def _clocked(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from residual_mass.core.accounting import (
     Retrieved,
@@ -31,45 +31,22 @@ from residual_mass.core.accounting import (
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.selection import Selected, full_prefix, partition
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.prefix import KEY_CHUNK
 from residual_mass.methods import method_named
-from residual_mass.model.hook import Handler, Prefill, attention_hook, device_of
+from residual_mass.model.hook import Prefill, attention_hook
+from residual_mass.model.layers import device_of
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.prefix import KEY_CHUNK
 
 
-class CacheDecoder:
-    """Greedy decoding of a batch of prompts of equal length, token by token, over a cache that holds them.
+class PrototypeDecoder:
+    """Greedy decoding of a batch of prompts of equal length, token by token, under one method.
 
     Args:
-        handler: replaces attention; None for the model's own.
+        read: the prompts, which are moved into the decoder's cache, so that a long prompt is not in memory twice.
+        method: one of the paper's methods.
+        k: retrieved tokens per query head; unused by `full`.
+        phi: required by methods with feature maps.
         steps: tokens of a run.
-    """
-
-    def __init__(self, model: PreTrainedModel, cache: Cache, handler: Handler | None, steps: int) -> None:
-        self.model, self.cache, self.handler, self.steps = model, cache, handler, steps
-        self.length = cache.get_seq_length()
-
-    def prepare(self) -> None:
-        """Crops the cache to the prompt; call before every run."""
-        if grown := self.cache.get_seq_length() - self.length:
-            self.cache.crop(-grown)
-
-    @torch.no_grad()
-    def run(self, first: Tensor) -> Tensor:
-        """Decodes tokens [B, T] after the tokens `first` [B]."""
-        token, tokens = first.unsqueeze(1), []
-        with nullcontext() if self.handler is None else attention_hook(self.model, self.handler):
-            for _ in range(self.steps):
-                self.logits = self.model(token, past_key_values=self.cache, use_cache=True).logits[:, -1]
-                token = self.logits.argmax(-1, keepdim=True)
-                tokens.append(token)
-        return torch.cat(tokens, dim=1)
-
-
-class PrototypeDecoder(CacheDecoder):
-    """Decodes under one method; arguments as for the fused decoder.
-
-    Moves `read` into its cache, so that a long prompt is not in memory twice.
     """
 
     def __init__(
@@ -82,22 +59,43 @@ class PrototypeDecoder(CacheDecoder):
         phi: PhiMaps | None,
         steps: int,
     ) -> None:
-        self.rule, self.device = method_named(method), device_of(model)
+        self.model = model
+        self.steps = steps
+        self.rule = method_named(method)
+        self.device = device_of(model)
         self.phi = None if phi is None else phi.on(model)
         length = next(iter(read.layers.values()))[0].shape[2]
+        self.length = length
         self.k = min(k, length)
         sinks = min(anchors.sink, length)
         tails = max(length - anchors.tail, sinks)
         self.always_exact = (slice(0, sinks), slice(tails, None))
         self.mid = partition(full_prefix(length, self.device), anchors.sink, anchors.tail).mid
         self.summaries: dict[int, SummaryState] = {}
-        cache = DynamicCache()
+        self.cache = DynamicCache()
         for index in sorted(read.layers):
             keys, values = read.layers.pop(index)
             if self.rule.needs_maps:
                 self.summaries[index] = self._summary(index, keys, values)
-            cache.update(keys, values, index)
-        super().__init__(model, cache, None if self.rule.whole_prefix else self, steps)
+            self.cache.update(keys, values, index)
+
+    def prepare(self) -> None:
+        """Crops the cache to the prompt; call before every run."""
+        grown = self.cache.get_seq_length() - self.length
+        if grown:
+            self.cache.crop(-grown)
+
+    @torch.no_grad()
+    def run(self, first: Tensor) -> Tensor:
+        """Decodes tokens [B, T] after the tokens `first` [B]."""
+        token = first.unsqueeze(1)
+        tokens = []
+        with nullcontext() if self.rule.whole_prefix else attention_hook(self.model, self):
+            for _ in range(self.steps):
+                self.logits = self.model(token, past_key_values=self.cache, use_cache=True).logits[:, -1]
+                token = self.logits.argmax(-1, keepdim=True)
+                tokens.append(token)
+        return torch.cat(tokens, dim=1)
 
     @torch.no_grad()
     def _summary(self, index: int, keys: Tensor, values: Tensor) -> SummaryState:

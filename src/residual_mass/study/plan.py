@@ -21,7 +21,7 @@ from residual_mass.core.settings import MapsSpec, length_and_variant, maps_label
 from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import ArmSpec, own_identities
-from residual_mass.methods.step_bytes import packing_of
+from residual_mass.methods.served import backends_of
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper.comparison import COMPARED, settings_of
 from residual_mass.paper.tables import RUNTIME, TABLES
@@ -358,7 +358,7 @@ class Plan(Configuration):
     def runtime(self, w: Wildcards) -> Work:
         study = self.study_of(w)
         methods = map(method_named, study.own_methods())
-        own = tuple(method.name for method in methods if method.fused or packing_of(method) is not None)
+        own = tuple(method.name for method in methods if backends_of(method) != ("torch",))
         spec = self.spec_of(specs.RuntimeSpec, "runtime", w, study.runtime, study, map=study.phi.map, own_methods=own)
         return {"assets": self.assets_manifest}, spec
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,10 +36,11 @@ from residual_mass.core.output_matching import (
     output_errors,
     residual_losses,
 )
-from residual_mass.core.score_matching import Weights, score_matching_losses
+from residual_mass.core.score_matching import TorchPasses, Weights, score_matching_losses
 from residual_mass.core.selection import exhaustive_topk, retrieved_count
 from residual_mass.core.settings import AnchorSpec, to_json, tokens_of
-from residual_mass.model.errors import grouped
+from residual_mass.decode.prefix import grouped
+from residual_mass.gpu.device import kernels_run_on, tiles_fit
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.study.sections import ObjectiveSpec
@@ -196,7 +197,8 @@ def row_losses(
             band=objective.band,
             huber_delta=objective.huber_delta,
         )
-        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, features)
+        passes = passes_for(keys, log_query, log_key)
+        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, features, passes)
         return losses.view(trace.queries.shape[:2])
     assert trace.targets is not None
     by_position = by_kv_head(log_query, kv_heads)
@@ -339,3 +341,13 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
         "log_z_error": log_mass_error(completion, trace.targets),
         "clamped_share": ((completion.rest[..., -1] == 0) & trace.targets.log_rest.isfinite()).float(),
     }
+
+
+def passes_for(keys: Tensor, log_query: Tensor, log_key: Tensor) -> Callable[..., TorchPasses]:
+    """Returns the passes over the keys [H, L, D] of the objective: kernels on a GPU where their tiles fit."""
+    fits = tiles_fit(keys.shape[-1], log_key.shape[-1]) and log_query.dtype == torch.float32
+    if not fits or not kernels_run_on(keys.device):
+        return TorchPasses
+    from residual_mass.gpu.training import TritonPasses
+
+    return TritonPasses

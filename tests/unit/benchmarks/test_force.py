@@ -22,9 +22,9 @@ from residual_mass.benchmarks.catalogue import harness_requests
 from residual_mass.benchmarks.columns import DRAFTED
 from residual_mass.benchmarks.store import Row, RowStore
 from residual_mass.core.settings import AnchorSpec, MapsSpec
+from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.files import sha256_of
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps

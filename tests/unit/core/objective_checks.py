@@ -1,12 +1,15 @@
 """The paper's objective in reference form, row by row and term by term as in its appendix, and checks of every path:
-`test_score_matching.py` runs them in torch, `score_matching_checks.py` in kernels.
+`test_score_matching.py` runs them in torch, `gpu/score_matching_checks.py` in kernels.
 
 Each of these modules has a fixture `precision`: the dtype of features, and the tolerances of losses and gradients.
+Those of the kernels set `Problem.passes`, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from torch.nn.functional import huber_loss
 
 from residual_mass.core import rel_l1
 from residual_mass.core.feature_maps import log_kernel
-from residual_mass.core.score_matching import Weights, score_matching_losses
+from residual_mass.core.score_matching import TorchPasses, Weights, score_matching_losses
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WEIGHTS = Weights(kl=0.3, top=0.7, fp=1.4, z=2.8, tau=10.0, band=3.0, huber_delta=1.0)
@@ -55,6 +58,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     """Of queries and keys."""
     seed: int = 0
+    passes: ClassVar[Callable[..., TorchPasses]] = TorchPasses
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -73,8 +77,8 @@ class Problem:
         """Losses [H, R] and the gradients of both log features."""
         logs = [x.to(DEVICE, dtype, copy=True).requires_grad_() for x in (self.log_query, self.log_key)]
         vectors = [x.to(DEVICE, self.dtype if dtype == torch.float32 else dtype) for x in (self.queries, self.keys)]
-        losses = score_matching_losses(*logs, *vectors, self.scale, self.last.to(DEVICE), weights, products)
-        self.passes = type(losses.grad_fn.key_passes)
+        last = self.last.to(DEVICE)
+        losses = score_matching_losses(*logs, *vectors, self.scale, last, weights, products, self.passes)
         gradients = torch.autograd.grad((losses * self.upstream.to(DEVICE)).sum(), logs)
         return tuple(x.cpu() for x in (losses.detach(), *gradients))
 

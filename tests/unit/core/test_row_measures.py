@@ -11,7 +11,7 @@ import torch
 from reference import ReferenceRow, log_features
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
-from residual_mass.model.errors import ReadLayer
+from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 
 REZERO, HEDGEHOG = MapSpec(d_emb=20, d_phi=8), MapSpec("hedgehog", d_phi=8)

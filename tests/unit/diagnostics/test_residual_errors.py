@@ -15,11 +15,11 @@ from torch import Tensor
 
 from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import residual_errors
+from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import make_packs, visit_layers
 from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS, RESIDUAL_HEADS
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
-from residual_mass.model.errors import ReadLayer
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.specs import ResidualErrorsSpec

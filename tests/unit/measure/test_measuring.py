@@ -27,6 +27,10 @@ from transformers import DynamicCache, PreTrainedModel
 from residual_mass import __main__, cli
 from residual_mass.benchmarks import fidelity, force
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.packed_backend import PackedCache
+from residual_mass.decode.packed_prompt import PackedPrompt
+from residual_mass.decode.session import partial_kv
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json
 from residual_mass.measure import command
@@ -35,11 +39,7 @@ from residual_mass.measure.distances import Measured, find_model, measure
 from residual_mass.measure.documents import Text, read_texts, windows
 from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import bytes_per_verified_token
-from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.model.loading import backbone_identity, load_backbone, wrap_model
-from residual_mass.model.packed import PackedCache
-from residual_mass.model.packed_prompt import PackedPrompt
-from residual_mass.model.partial import partial_kv
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.recipes import RECIPES
 from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec

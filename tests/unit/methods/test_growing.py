@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from residual_mass.core.accounting import merge
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.prefix import PrefixLayer, arm_rows, build_prefix, map_heads, prefix_terms, summarise_prefix
 from residual_mass.methods import (
     METHODS,
     Centroids,
@@ -26,14 +27,6 @@ from residual_mass.methods import (
     WholeClusters,
 )
 from residual_mass.methods.arms import Arm
-from residual_mass.model.prefix import (
-    PrefixLayer,
-    arm_rows,
-    build_prefix,
-    map_heads,
-    prefix_terms,
-    summarise_prefix,
-)
 
 ANCHORS = AnchorSpec(4, 16)
 D = 8

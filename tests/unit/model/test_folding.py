@@ -13,6 +13,8 @@ from transformers import Cache, DynamicCache
 
 from residual_mass.core.selection import partition
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.packed_backend import PackedCache
+from residual_mass.decode.session import Session, partial_kv
 from residual_mass.methods import (
     METHODS,
     Method,
@@ -20,8 +22,6 @@ from residual_mass.methods import (
     ScanRegression,
 )
 from residual_mass.model.loading import Backbone
-from residual_mass.model.packed import PackedCache
-from residual_mass.model.partial import PartialSession, partial_kv
 
 ANCHORS = AnchorSpec(2, 5)
 PROMPT, STEPS, FOLD = 60, 28, 8
@@ -35,7 +35,7 @@ OWN = [*(one for one in METHODS if one.own is not None), Method("regression", ""
 
 def generated(
     backbone: Backbone, fold: int | None, method: str | Method = "topk", budget: float = 0.3, cache: Cache | None = None
-) -> tuple[PartialSession, Tensor]:
+) -> tuple[Session, Tensor]:
     """The session and the tokens of a left-padded batch: rows of 60 and of 41 tokens."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(2, 258, (2, PROMPT), generator=generator)
@@ -50,8 +50,9 @@ def generated(
 
 
 def test_without_folding_the_prefix_stays_the_prompt(tiny_backbone: Backbone) -> None:
-    session, _ = generated(tiny_backbone, None)
-    assert session._prefix[0][0].partition.mid.shape[-1] == PROMPT
+    cache = DynamicCache()
+    session, _ = generated(tiny_backbone, None, cache=cache)
+    assert session.backend_of(cache).prefixes[0][0].partition.mid.shape[-1] == PROMPT
 
 
 def test_reading_everything_is_full_attention_however_much_is_folded(tiny_backbone: Backbone) -> None:
@@ -67,7 +68,7 @@ def test_states_are_those_of_prompt_and_folded_tokens(method: Method, tiny_backb
     """
     cache = DynamicCache()
     session, _ = generated(tiny_backbone, FOLD, method, cache=cache)
-    layer = session._prefix[1][0]
+    layer = session.backend_of(cache).prefixes[1][0]
     length = layer.partition.mid.shape[-1]
     new = STEPS - 1  # the last token is never read
     assert length == PROMPT + FOLD * ((new - FOLD - 1) // FOLD) and new - (length - PROMPT) <= 2 * FOLD
@@ -171,8 +172,9 @@ def test_beams_over_a_packed_cache_are_refused_before_a_step() -> None:
 
 def test_folded_tokens_compete_for_the_budget(tiny_backbone: Backbone) -> None:
     """K grows with the prefix, and attention is that of the tokens chosen, written out."""
-    session, _ = generated(tiny_backbone, FOLD)
-    layer, _, rows = session._prefix[0]
+    cache = DynamicCache()
+    session, _ = generated(tiny_backbone, FOLD, cache=cache)
+    layer, _, rows = session.backend_of(cache).prefixes[0]
     length = layer.partition.mid.shape[-1]
     assert rows.k[:, 0, 0].tolist() == [-(-3 * n // 10) - 7 for n in (length, length - 19)]
 

@@ -12,8 +12,8 @@ from tests.unit.model.test_decoding import ANCHORS, SHAPES, backbone_of, random_
 from torch import Tensor, nn
 
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 

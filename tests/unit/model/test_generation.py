@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel
 
 from residual_mass.core.settings import MapSpec
-from residual_mass.model.generate import partial_generate
-from residual_mass.model.partial import PartialSession, partial_kv
+from residual_mass.decode.generate import partial_generate
+from residual_mass.decode.session import Session, partial_kv
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 
 BUDGET = 0.3
@@ -32,7 +32,7 @@ def generated(model: PreTrainedModel, ids: Tensor, **options: object) -> Tensor:
     return model.generate(ids, **settings | options)
 
 
-def under(model: PreTrainedModel, method: str = "topk_moments", **options: object) -> tuple[PartialSession, Tensor]:
+def under(model: PreTrainedModel, method: str = "topk_moments", **options: object) -> tuple[Session, Tensor]:
     with partial_kv(model, method, BUDGET, **FEW) as session:
         return session, generated(model, ids_of(40), **options)
 
@@ -77,7 +77,7 @@ def test_a_second_turn_reads_everything_before_it_exactly(name: str) -> None:
         kept = copy.deepcopy(cache)
         steps = dict(session.partial_calls)
         ours = generated(model, text, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
-        layer = session._prefix[1][0]
+        layer = session.backend_of(cache).prefixes[1][0]
     assert layer.partition.mid.shape[-1] == text.shape[1] and layer.partition.mid.sum() == text.shape[1] - 5
     assert session.partial_calls == {index: 2 * calls for index, calls in steps.items()}
     exact = generated(
@@ -183,7 +183,7 @@ def test_no_warning_where_the_method_or_full_attention_is_meant(recwarn: pytest.
 def test_a_layer_that_attends_twice_to_a_token_is_refused() -> None:
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).eval()
     model.generation_config.pad_token_id = 1
-    with pytest.raises(ValueError, match="DiffLlamaAttention reads 41 tokens after 41"):
+    with pytest.raises(ValueError, match="DiffLlamaAttention attends several times to one token"):
         under(model)
 
 

@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from residual_mass import PhiMaps, partial_generate, partial_kv
 from residual_mass.core.feature_maps import orthogonal_directions
-from residual_mass.core.settings import MapSpec
+from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.decode.backends import backend_for
+from residual_mass.decode.session import make_arm
 from residual_mass.methods import METHODS, Method
 from residual_mass.model.phi_maps import HeadShape
 
@@ -88,17 +90,16 @@ def test_texts_do_not_depend_on_them(mode: str, method: Method) -> None:
 def test_attention_of_a_step_is_computed_in_float32_under_autocast(method: Method) -> None:
     """On the same queries, keys and values: autocast changes those that the model computes."""
     layer = model().model.layers[0].self_attn
+    arm = make_arm(method, 0.4)
     generator = torch.Generator().manual_seed(4)
     query, new = (torch.randn(1, heads, 61, 16, generator=generator) for heads in (4, 2))
     value = torch.randn(1, 2, 61, 16, generator=generator)
     outputs = []
     for enabled in (False, True):
-        with (
-            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
-            partial_kv(model(), method, 0.4, maps() if method.needs_maps else None) as session,
-        ):
-            session(layer, *(x[:, :, :60] for x in (query, new, value)), None, 0.25)
-            outputs.append(session(layer, query[:, :, 60:], new, value, None, 0.25))
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            backend = backend_for(model(), arm, AnchorSpec(), maps() if method.needs_maps else None)
+            backend.read(layer, *(x[:, :, :60] for x in (query, new, value)), None, 0.25)
+            outputs.append(backend.step(layer, *(x[:, :, 60:] for x in (query, new, value)), None, 0.25))
     assert torch.equal(*outputs)
 
 

@@ -11,8 +11,8 @@ from tests.conftest import TINY, byte_tokenizer
 from tests.needs import GPU, needs
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import SharedPrefillEngine
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from residual_mass import PhiMaps, partial_generate, partial_kv
 from residual_mass.methods import METHODS as ALL
-from residual_mass.model.hook import attention_layers
+from residual_mass.methods.served import backends_of
+from residual_mass.model.layers import attention_layers
 from residual_mass.model.loading import Backbone
 
-METHODS = [one.name for one in ALL if one.fused]
+METHODS = [one.name for one in ALL if "triton" in backends_of(one)]
 assert {"topk_phi", "topk_moments", "scan4", "scan4_moments"} < set(METHODS)
 
 

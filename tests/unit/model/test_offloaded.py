@@ -16,10 +16,10 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from residual_mass import PackedCache, PhiMaps, partial_generate, partial_kv
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.methods import METHODS, Method
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
-from residual_mass.model.hook import device_of
+from residual_mass.model.layers import device_of
 from residual_mass.model.loading import wrap_model
 from residual_mass.model.phi_maps import HeadShape
 

@@ -155,7 +155,7 @@ def test_without_kernels_torch_gives_the_tokens_of_partial_kv(model: LlamaForCau
         one = partial_generate(model, ids, max_new_tokens=12, method=method, budget=0.1, eos_token_id=[])
         other = model.generate(ids, **options, custom_generate=partial_decoding(method, 0.1))
         assert torch.equal(one, expected) and torch.equal(other, expected)
-    with pytest.raises(ValueError, match="the CPU kernels do not support scan4"):
+    with pytest.raises(ValueError, match="no PackedCache of scan4 .*: the kernels are not built here, or turned off"):
         PackedCache(model, "scan4")
 
 
@@ -394,7 +394,12 @@ def test_copies_of_a_cache_go_on_by_themselves(model: LlamaForCausalLM, method: 
         assert own.get_seq_length() > 300 == shared.get_seq_length()
     with pytest.raises(ValueError, match="cannot be pickled: write it by `save`"):
         pickle.dumps(shared)
-    with pytest.raises(ValueError, match="for a copy of it, open another context with cache=copy"), torch.no_grad():
+    with (
+        pytest.raises(
+            ValueError, match="partial_kv has another PackedCache: pass the same one to the model, or leave cache out"
+        ),
+        torch.no_grad(),
+    ):
         with partial_kv(model, method, 0.1, cache=shared):
             model(prompt(1), past_key_values=copy.deepcopy(shared))
 
@@ -493,7 +498,8 @@ REFUSED_STATES: list[tuple[str, Callable[[dict[str, Tensor], dict[str, object]],
     ("deviations has numbers that are not finite", lambda tensors, header: tensors["0.deviations"].fill_(math.nan)),
     ("it has layout 1, and", lambda tensors, header: header.update(layout=1)),
     ("it has layout None, and", lambda tensors, header: header.pop("layout")),
-    ("layer 1 holds another number of tokens", lambda tensors, header: header["sizes"][1].update(tokens=300)),
+    ("(layer [01] holds another|its layers hold different) numbers? of tokens", lambda tensors, header:
+        header["sizes"][1].update(tokens=300)),
     ("the state of another model or method", lambda tensors, header: header["sizes"].pop()),
 ]  # fmt: skip
 

@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 
 from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
 from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.lm_eval import PartialKV
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone
 from residual_mass.model.rotary import Frequencies, frequencies_of, text_lengths
-from residual_mass.model.static_decode import StaticDecoder, fill_buffers
 
 LIMIT, WIDTH, NEW = 64, 64, 12
 LENGTHS = (40, 58, 80)
@@ -207,9 +206,6 @@ def test_what_would_have_to_be_read_again_is_refused_in_one_line(name: str) -> N
     engine_of(model).generate(prompts, [NEW, 7])
     with pytest.raises(ValueError, match=line.format("grows from 59 to 70")):
         ForcedDecoder(engine_of(model), prompts[1]).greedy(5, NEW)
-    caches = fill_buffers([prefill(model, [prompts[1]])], NEW)
-    with pytest.raises(ValueError, match=line.format("grows from 58 to 70")):
-        StaticDecoder(model, caches, "topk", 5, AnchorSpec(), None, NEW)
 
 
 def test_hooks_on_a_rotary_embedding_come_back() -> None:

@@ -17,11 +17,14 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import BaseStreamer
 
-from residual_mass import PackedCache, PhiMaps, partial_decoding, partial_generate, partial_kv
+from residual_mass import PackedCache, PhiMaps, partial_decoding, partial_generate
 from residual_mass.core.accounting import Terms, exact_terms
-from residual_mass.core.settings import MapSpec
+from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.session import make_arm
+from residual_mass.decode.text import TextBatch
+from residual_mass.decode.verify import Pass, accepted_or_drawn
 from residual_mass.methods import METHODS, Method, Residual, Seen, Step, method_named
-from residual_mass.model.generate import Pace, Pass, accepted_or_drawn
 from residual_mass.model.phi_maps import HeadShape
 
 BUDGET, NEW = 0.3, 24
@@ -74,7 +77,7 @@ def plain(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "verify"),
     [(method, verify) for method in DRAFTING for verify in (1, 3)]
-    + [(method, verify) for method in (MOMENTS, RIGHT, WRONG) for verify in (2, 5, 22, 23, 63, "auto")],
+    + [(method, verify) for method in (MOMENTS, RIGHT, WRONG) for verify in (2, 5, 22, 23, 63)],
     ids=lambda one: getattr(one, "name", None),
 )
 def test_the_text_is_full_attentions(model: PreTrainedModel, method: Method, verify: Any) -> None:
@@ -82,8 +85,7 @@ def test_the_text_is_full_attentions(model: PreTrainedModel, method: Method, ver
     ours = verified(model, ids_of(60), method, verify, passes, maps_of(model, method))
     assert torch.equal(ours, plain(model, ids_of(60)))
     assert 1 + sum(each.accepted + 1 for each in passes) == NEW
-    if verify != "auto":
-        assert all(each.drafted <= verify for each in passes) and passes[0].drafted == min(verify, NEW - 2)
+    assert all(each.drafted <= verify for each in passes) and passes[0].drafted == min(verify, NEW - 2)
     if method is RIGHT:
         assert all(each.accepted == each.drafted for each in passes)
     if method is WRONG:
@@ -95,7 +97,9 @@ def test_families(family: Family) -> None:
     """Those with windows keep whole caches, and those with recurrent states are refused."""
     model = family.build()
     if family.arms is not None and "states" in family.arms:
-        with pytest.raises(ValueError, match="verify removes drafts again, which .* recurrent states do not allow"):
+        with pytest.raises(
+            ValueError, match="verify runs our own loop, and .* has layers with states other than keys and values"
+        ):
             verified(model, ids_of(40), "topk_moments", 4)
         return
     options = {"output_logits": True, "return_dict_in_generate": True}
@@ -175,25 +179,22 @@ def test_several_turns(name: str) -> None:
 
 def by_packed_cache(model: LlamaForCausalLM, ids: Tensor, method: str, turns: list[Tensor], count: int) -> Tensor:
     """Greedy tokens of a packed cache's own full attention, one at a time; after each text another is appended."""
-    cache = PackedCache(model, method)
-    with (
-        torch.no_grad(),
-        pytest.warns(UserWarning, match="no decode step"),
-        partial_kv(model, method, cache=cache) as it,
-    ):
-        it.reading, text, given = True, ids, ids
+    texts = TextBatch(model, PackedBackend(model, make_arm(method, 0.2), AnchorSpec(), PackedCache(model, method)))
+    text = given = ids
+    with torch.no_grad():
         for more in [*turns, None]:
             for _ in range(count):
-                given = model(given, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
+                given = texts.read(given)[:, -1].argmax(-1, keepdim=True)
                 text = torch.cat((text, given), 1)
             if more is not None:
-                given, text = torch.cat((given, more), 1), torch.cat((text, more), 1)
+                given = torch.cat((given, more), 1)
+                text = torch.cat((text, more), 1)
     return text
 
 
 @built
 @pytest.mark.parametrize("method", ["scan4", "scan4_regression_64"])
-@pytest.mark.parametrize("verify", [1, 4, 17, "auto"])
+@pytest.mark.parametrize("verify", [1, 4, 17])
 def test_over_a_packed_cache(wide_model: LlamaForCausalLM, method: str, verify: Any) -> None:  # noqa: F811
     """Full attention of the packed cache, over two turns; and the model's own but where its logits nearly tie."""
     model, first, second, cache = wide_model, prompt(250), prompt(9, seed=2), PackedCache(wide_model, method)
@@ -273,23 +274,8 @@ def test_samples_of_a_model_have_full_attentions_distribution(model: PreTrainedM
     assert any(each.accepted for each in passes) and any(each.accepted < each.drafted for each in passes)
 
 
-def test_the_pace_follows_what_was_measured() -> None:
-    def chosen(accepted: Callable[[int], int], draft: float, verifying: Callable[[int], float]) -> int:
-        pace = Pace("auto")
-        for _ in range(60):
-            n = pace.drafts()
-            pace.saw(Pass(n, accepted(n), draft * n, verifying(n)))
-        return pace.drafts()
-
-    assert chosen(lambda n: n, 0.001, lambda n: 0.1) > 20, "cheap drafts that are right"
-    assert chosen(lambda n: n, 0.1, lambda n: 0.1 + 0.01 * n) == 0, "drafts that cost as much as full attention"
-    assert chosen(lambda n: 0, 0.001, lambda n: 0.1) <= 1, "drafts that are wrong"
-    assert chosen(lambda n: min(n, 2), 0.01, lambda n: 0.1) in range(1, 9)
-    assert chosen(lambda n: n, 0.001, lambda n: 0.1 * (1 + n)) <= 1, "verifying that costs as much as steps"
-
-
 REFUSED: list[tuple[str, Callable[[PreTrainedModel], object]]] = [
-    ('verify is 0, not "auto" or a number of drafts from 1 to 63', lambda _: partial_decoding("topk", verify=0)),
+    ("verify is 0, not a number of drafts from 1 to 63", lambda _: partial_decoding("topk", verify=0)),
     ("verify is 64, .* does not fit the window of 64 tokens", lambda _: partial_decoding("topk", verify=64)),
     ("verify is True, not", lambda _: partial_decoding("topk", verify=True)),
     ("verify is '3', not", lambda model: partial_generate(
@@ -299,16 +285,16 @@ REFUSED: list[tuple[str, Callable[[PreTrainedModel], object]]] = [
     ("verify takes one prompt, not 2", lambda model: verified(model, ids_of(40).expand(2, -1), "topk", 3)),
     ("verify takes one prompt, not 2", lambda model: verified(
         model, ids_of(40), "topk", 3, num_return_sequences=2, do_sample=True)),
-    ("verify takes a prompt without padding", lambda model: verified(
+    ("verify runs our own loop, and it takes a prompt without padding", lambda model: verified(
         model, ids_of(40), "topk", 3, attention_mask=torch.tensor([[0] + [1] * 39]))),
     ("support beam search: .* num_beams=1", lambda model: verified(model, ids_of(40), "topk", 3, num_beams=2)),
     ("support contrastive search", lambda model: verified(model, ids_of(40), "topk", 3, penalty_alpha=0.6, top_k=4)),
     ("not drafts of several", lambda model: verified(model, ids_of(40), "topk", None, prompt_lookup_num_tokens=3)),
     ("needs the cache", lambda model: verified(model, ids_of(40), "topk", None, use_cache=False)),
-    ("without padding or custom positions", lambda model: verified(
+    ("it counts positions itself: leave out position_ids", lambda model: verified(
         model, ids_of(40), "topk", 3, position_ids=torch.arange(40)[None] + 1)),
     ("input_ids must hold the whole text of all turns", lambda model: again(model, DynamicCache(), ids_of(90))),
-    ("verify keeps no attentions", lambda model: verified(
+    ("computes no attention weights: unset output_attentions", lambda model: verified(
         model, ids_of(40), "topk", 3, output_attentions=True, return_dict_in_generate=True)),
     ("the cache holds 63 tokens, and input_ids 40: pass the whole text", lambda model: again(model, DynamicCache())),
 ]  # fmt: skip

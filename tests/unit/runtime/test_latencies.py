@@ -20,12 +20,13 @@ from tests.records import give_manifest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from residual_mass.core.settings import AnchorSpec, MapSpec
+from residual_mass.decode.backend import Backend
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.text import TextBatch
 from residual_mass.methods.arms import ArmSpec
-from residual_mass.model.hook import Prefill, attention_hook, prefill
+from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
-from residual_mass.model.packed import PackedCache, PackedSession
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.static_decode import StaticDecoder
 from residual_mass.runtime import latencies
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_rates, step_traffic
@@ -112,13 +113,14 @@ def test_cpu_kernels_have_rows_where_they_serve_the_model_and_method() -> None:
     others = [row["method"] for row in rows if row["implementation"] != "kernels"]
     assert set(others) == {*METHODS, "topk_moments"} and all(float(str(row["per_step_ms"])) > 0 for row in rows)
     for method in ("full", *own[1:]):
-        cache = PackedCache(model, method)
-        session = PackedSession(ArmSpec(method, None if method == "full" else 20.0), ANCHORS, cache)
-        session.take(prefill(model, [list(range(2, 258))]))
-        with torch.no_grad(), attention_hook(model, session):
+        arm = ArmSpec(method, None if method == "full" else 20.0)
+        backend = PackedBackend.open(model, arm, ANCHORS, None, None, False, 0)
+        backend.take(prefill(model, [list(range(2, 258))]))
+        text = TextBatch(model, backend)
+        with torch.no_grad():
             for _ in range(15):  # half of a run
-                model(torch.tensor([[5]]), past_key_values=cache)
-        read = sum(layer.packed.read_bytes(2) for layer in cache.layers)
+                text.step(torch.tensor([[5]]))
+        read = sum(layer.packed.read_bytes(2) for layer in backend.cache.layers)
         (row,) = (row for row in rows if (row["implementation"], row["method"], row["batch"]) == ("kernels", method, 1))
         assert row["step_bytes"] == read + sum(weight.nbytes for weight in model.parameters()) - 258 * 128 * 4
 
@@ -137,7 +139,7 @@ def test_full_is_that_of_the_fastest_attention_kernel(model: PreTrainedModel, mo
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"own_methods": ("topk_mean",)}, "method topk_mean has no fast decode step"),
+        ({"own_methods": ("topk_mean",)}, "runtime.methods: topk_mean has no kernels, on a CPU or a GPU; leave it out"),
         ({"contexts": ("2k",)}, r"runtime.contexts: 2k and 31 steps do not fit into the context of tiny"),
     ],
 )
@@ -216,38 +218,52 @@ def test_what_is_timed_in_which_order(graphs: bool, monkeypatch: pytest.MonkeyPa
         spend("read", next(passes))
         return prefill(*arguments)
 
-    def recording(decoder: type, side: str) -> type:
-        builds = itertools.cycle(BUILDS)
+    class Prototype(PrototypeDecoder):
+        def __init__(self, model: PreTrainedModel, read: Prefill, method: str, *rest: object) -> None:
+            begin(self, f"prototype {method}")
+            super().__init__(model, read, method, *rest)
 
-        class Recording(decoder):
-            def __init__(self, model: object, read: object, method: str, *rest: object) -> None:
-                self.title, self.runs = f"{side} {method}", iter(RUNS)
-                spend(f"build {self.title}", next(builds))
-                super().__init__(model, read, method, *rest)
+        def prepare(self) -> None:
+            spend(f"prepare {self.title}", PREPARING)
+            super().prepare()
 
-            def prepare(self) -> None:
-                spend(f"prepare {self.title}", PREPARING)
-                super().prepare()
-                if graphs and side == "fused":
-                    self.graphs = [SimpleNamespace(replay=lambda: None)] * self.steps
+        def run(self, first: torch.Tensor) -> torch.Tensor:
+            spend(f"run {self.title}", next(self.runs))
+            return super().run(first)
 
-            def run(self, first: torch.Tensor) -> torch.Tensor:
-                spend(f"run {self.title}", next(self.runs))
-                return super().run(first)
+    class Ours(latencies.TextDecoder):
+        recorded = graphs
 
-        return Recording
+        def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
+            begin(self, f"fused {backend.arm.rule.name}")
+            super().__init__(model, backend)
+
+        def prepare(self) -> None:
+            spend(f"prepare {self.title}", PREPARING)
+            super().prepare()
+
+        def run(self, first: torch.Tensor) -> torch.Tensor:
+            spend(f"run {self.title}", next(self.runs))
+            return super().run(first)
+
+    builds = itertools.cycle(BUILDS)
+
+    def begin(decoder: object, title: str) -> None:
+        decoder.title = title
+        decoder.runs = iter(RUNS)
+        spend(f"build {title}", next(builds))
 
     monkeypatch.setattr(latencies, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(latencies, "prefill", read)
-    monkeypatch.setattr(latencies, "PrototypeDecoder", recording(PrototypeDecoder, "prototype"))
-    monkeypatch.setattr(latencies, "StaticDecoder", recording(StaticDecoder, "fused"))
+    monkeypatch.setattr(latencies, "PrototypeDecoder", Prototype)
+    monkeypatch.setattr(latencies, "TextDecoder", Ours)
     rows = list(latencies.measure(replace(SPEC, contexts=("128",), batches=(2,), repeats=3), model))
     assert len(rows) == 8
     for row in rows:
         assert [row[f"per_step_{name}ms"] for name in ("low_", "", "high_")] == ["1000.000", "2000.000", "3000.000"]
         assert row["prefill_ms"] == f"{1e3 * (2 * 30 + 7):.3f}"
         assert row["end_to_end_ms"] == f"{1e3 * (2 * 30 + 7 + 31 * 2):.3f}"
-        assert row["recording_ms"] == ("100000.000" if graphs and row["implementation"] == "fused" else "")
+        assert row["recording_ms"] == ("1000000.000" if graphs and row["implementation"] == "fused" else "")
     expected = ["read"] * 4
     for method, side in itertools.product(METHODS, ("prototype", "fused")):
         build, prepare, run = (f"{what} {side} {method}" for what in ("build", "prepare", "run"))

@@ -14,7 +14,7 @@ from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.score_matching import Weights
 from residual_mass.core.selection import retrieved_count
 from residual_mass.core.settings import AnchorSpec, MapSpec
-from residual_mass.model.errors import ReadLayer
+from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.study.sections import ObjectiveSpec

@@ -1,0 +1,1 @@
+"""Decode steps: backends that own keys and values, the loops that call them, and decoding under several arms."""

@@ -1,0 +1,459 @@
+"""The backend of compiled CPU steps: a `Cache` of transformers whose layers `residual_mass.kernels` reads.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, T = new tokens, D = head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.backend import Backend
+from residual_mass.decode.prefix import retrieved_by
+from residual_mass.kernels import LayerCache, load
+from residual_mass.kernels.library import LAYOUT, WIDTHS
+from residual_mass.methods import Method, method_named
+from residual_mass.methods.arms import Arm
+from residual_mass.methods.served import packing_of
+from residual_mass.model.hook import Prefill, exact_attention
+from residual_mass.model.layers import attention_layers, device_of, sinks_of, text_config, window_of
+from residual_mass.model.phi_maps import HeadShape, PhiMaps, read_safetensors, write_safetensors
+
+STATE = "residual_mass"
+"""Key in the header of a file that holds the state of a `PackedCache`."""
+
+
+class PackedLayer(CacheLayerMixin):
+    """One layer that reads the whole text: a `LayerCache` once the prompt is read.
+
+    `update` passes new keys and values on to the attention, which stores them, so that unpacked keys and values of the
+    prompt exist for one layer at a time.
+    """
+
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: LayerCache | None = None
+        self.tokens = 0
+        """Number of columns, padding included."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.lazy_initialization(key_states, value_states)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        if isinstance(query_length, Tensor):  # positions, in transformers 4
+            query_length = len(query_length)
+        return self.tokens + query_length, 0
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 4
+
+    def reset(self) -> None:
+        self.packed = None
+        self.tokens = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last tokens, a negative number as in transformers, which must still be in float32."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, not {tokens_to_remove}")
+        if tokens_to_remove and self.packed is not None:
+            self.packed.drop(-tokens_to_remove)
+            self.tokens += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise ValueError("a PackedCache does not follow beams: generate with num_beams=1")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
+
+
+class PackedCache(Cache):
+    """Keys and values of a prompt and of later tokens, packed for the CPU kernels of a method.
+
+    Pass it to `partial_kv` and, as `past_key_values`, to `model.generate` within that context. It can be used for
+    several turns, and `save` and `load` store its state on disk. `copy.deepcopy` makes a cache that goes on by itself.
+    Layers with a window keep the last tokens as transformers' own cache does.
+
+    Attributes:
+        reader: the session whose call of the model is running; only its attention can read packed keys.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: str | Method) -> None:
+        """Raises ValueError if the kernels do not support the model or the method."""
+        method = method_named(method)
+        refusal = PackedBackend.refusal(model, Arm(method, None))
+        if refusal is not None:
+            raise ValueError(
+                f"no PackedCache of {method.name} for this model and machine: {refusal}; leave the cache out"
+            )
+        layers = DynamicCache(config=model.config).layers
+        for layer in attention_layers(model):
+            if window_of(layer) is None:
+                layers[layer.layer_idx] = PackedLayer()
+        super().__init__(layers=layers)
+        self.packing = packing_of(method)
+        self.library = load()
+        self.shape = HeadShape.of(text_config(model))
+        self.reader: object | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.reader is None:
+            raise ValueError(
+                "only partial_kv and partial_decoding read a PackedCache: call the model within "
+                "`with partial_kv(model, method, budget, cache=cache)`"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def packed_layers(self) -> list[PackedLayer]:
+        """The layers that read the whole text."""
+        return [layer for layer in self.layers if isinstance(layer, PackedLayer)]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PackedLayer):
+            layer = self.packed_layers[0]
+        return layer.tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers in memory."""
+        packed = sum(layer.packed.bytes for layer in self.packed_layers if layer.packed is not None)
+        windows = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
+        return packed + sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
+
+    def reserve(self, count: int) -> None:
+        """Makes room for up to 64 tokens that `crop` may remove again."""
+        for layer in self.packed_layers:
+            if layer.packed is not None:
+                layer.packed.reserve(count)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the state to a safetensors file, which `load` reads.
+
+        Raises:
+            ValueError: the cache is empty, or the model has recurrent states, which are not saved.
+        """
+        tensors: dict[str, Tensor] = {}
+        sizes = []
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, (PackedLayer, DynamicSlidingWindowLayer)):
+                raise ValueError("the cache has recurrent states, which are not saved: read the prompt again")
+            if isinstance(layer, PackedLayer) and layer.packed is None:
+                raise ValueError("the cache is empty: read a prompt before you save it")
+            own, numbers = layer.packed.state() if isinstance(layer, PackedLayer) else window_state(layer)
+            tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+            sizes.append(numbers | {"tokens": layer.get_seq_length()})
+        header = json.dumps({"layout": LAYOUT, "packing": vars(self.packing), "sizes": sizes})
+        write_safetensors(Path(path), tensors, {STATE: header})
+
+    def load(self, path: str | Path) -> PackedCache:
+        """Reads the state that `save` wrote for the same model and method, and returns the cache. Generation goes on
+        from it as it would have gone on there.
+
+        Raises:
+            ValueError: the file is missing, damaged, or holds something else; the cache is as it was.
+        """
+        header, tensors = read_safetensors(Path(path))
+        if STATE not in header:
+            raise ValueError(f"{path}: no state of a PackedCache; give a file that its `save` wrote")
+        try:
+            restored, columns = self._restored(json.loads(header[STATE]), tensors)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: cannot be loaded as a state of this PackedCache ({error}); load it for the model and the "
+                "method that it was saved with, or read the prompt again and save it anew"
+            ) from None
+        for layer, own in zip(self.layers, restored, strict=True):
+            if isinstance(layer, PackedLayer):
+                layer.packed = own
+                layer.tokens = columns
+                layer.is_initialized = True
+            else:
+                restore_window(layer, own, columns)
+        return self
+
+    def _restored(self, stored: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], int]:
+        """Returns the state of each layer and the number of columns, from a file's header and tensors.
+
+        Raises:
+            ValueError and others: they are not what `save` writes.
+        """
+        layout, packing, sizes = (stored.get(name) for name in ("layout", "packing", "sizes"))
+        if layout != LAYOUT:
+            raise ValueError(f"it has layout {layout}, and this version of the package reads layout {LAYOUT}")
+        if packing != vars(self.packing) or len(sizes) != len(self.layers):
+            raise ValueError("it is the state of another model or method")
+        by_layer: list[dict[str, Tensor]] = [{} for _ in sizes]
+        for name, tensor in tensors.items():
+            index, _, own = name.partition(".")
+            by_layer[int(index)][own] = tensor
+        columns = [own.pop("tokens") for own in sizes]
+        restored: list[Any] = []
+        for layer, own, numbers in zip(self.layers, by_layer, sizes, strict=True):
+            if isinstance(layer, PackedLayer):
+                restored.append(LayerCache.restored(self.library, own, numbers))
+            else:
+                restored.append(own)
+        packed = [each for each in restored if isinstance(each, LayerCache)]
+        self._require_one_text(packed, columns)
+        for layer, own in zip(self.layers, restored, strict=True):
+            if not isinstance(layer, PackedLayer):
+                require_window(layer, own, columns[0], packed[0].batch)
+        return restored, columns[0]
+
+    def _require_one_text(self, packed: list[LayerCache], columns: list[int]) -> None:
+        """Raises ValueError unless layers are of this cache's model and method, and all of the same text."""
+        first = packed[0]
+        for index, layer in enumerate(packed):
+            if (layer.heads, layer.width) != (self.shape.kv_heads, self.shape.head_dim):
+                raise ValueError(
+                    f"it has {layer.heads} KV heads of width {layer.width}, and the model {self.shape.kv_heads} of "
+                    f"{self.shape.head_dim}"
+                )
+            if (layer.bits, layer.clusters) != (self.packing.bits, self.packing.clusters):
+                raise ValueError(f"layer {index} has {layer.bits} bits and {layer.clusters} clusters")
+            if (layer.tokens, layer.sink, layer.tail) != (first.tokens, first.sink, first.tail):
+                raise ValueError(f"layer {index} holds another number of tokens than layer 0")
+        if any(count != columns[0] for count in columns):
+            raise ValueError("its layers hold different numbers of tokens")
+        if type(columns[0]) is not int or columns[0] < max(first.tokens):
+            raise ValueError(f"its number of columns is {columns[0]!r}, below that of the tokens")
+
+
+# ---- layers with a window, in a saved state --------------------------------------------------------------------------
+
+
+def window_state(layer: DynamicSlidingWindowLayer) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Returns what `PackedCache.save` stores of a layer with a window."""
+    return {"keys": layer.keys.contiguous(), "values": layer.values.contiguous()}, {}
+
+
+def require_window(layer: CacheLayerMixin, own: dict[str, Tensor], columns: int, batch: int) -> None:
+    """Raises ValueError unless the tensors are the last keys and values of `columns` tokens in a layer's window."""
+    if not isinstance(layer, DynamicSlidingWindowLayer) or set(own) != {"keys", "values"}:
+        raise ValueError("a layer with a window has other tensors than keys and values")
+    held = min(columns, layer.sliding_window - 1)
+    for name, tensor in own.items():
+        if tensor.ndim != 4 or not tensor.is_floating_point() or (len(tensor), tensor.shape[2]) != (batch, held):
+            raise ValueError(
+                f"{name} of a layer with a window have shape {list(tensor.shape)} and dtype {tensor.dtype}"
+            )
+
+
+def restore_window(layer: DynamicSlidingWindowLayer, own: dict[str, Tensor], columns: int) -> None:
+    layer.lazy_initialization(own["keys"], own["values"])
+    layer.keys = own["keys"].clone()
+    layer.values = own["values"].clone()
+    layer.cumulative_length = columns
+
+
+class PackedBackend(Backend):
+    """Packs prompts, then computes attention by the kernels.
+
+    Args:
+        cache: an empty one, or one that holds earlier turns.
+
+    Raises:
+        ValueError: the cache is for another method or other numbers of anchors.
+    """
+
+    name = "packed"
+
+    def __init__(self, model: PreTrainedModel, arm: Arm, anchors: AnchorSpec, cache: PackedCache) -> None:
+        if packing_of(arm.rule) != cache.packing:
+            raise ValueError(
+                f"the PackedCache was made for another method than {arm.rule.name}: make one with this method"
+            )
+        for layer in cache.packed_layers:
+            held = layer.packed
+            if held is not None and (held.sink, held.tail) != (anchors.sink, anchors.tail):
+                raise ValueError(
+                    f"the PackedCache was made with num_sink={held.sink} and num_tail={held.tail}, not {anchors.sink} "
+                    f"and {anchors.tail}: give the same numbers, or read the prompt again into a new cache"
+                )
+        self.model = model
+        self.arm = arm
+        self.anchors = anchors
+        self.cache = cache
+        self.partial_calls: dict[int, int] = {}
+        self.retrieved = functools.cache(lambda count: retrieved_by(arm, count, anchors, None))
+        """K of a row of so many tokens."""
+
+    @classmethod
+    def refusal(cls, model: PreTrainedModel, arm: Arm, phi: PhiMaps | None = None) -> str | None:
+        name = arm.rule.name
+        if packing_of(arm.rule) is None:
+            served = "full attention, an 8-bit cache, and a 4-bit scan alone or with regression"
+            return f"the CPU kernels serve {served}, not {name}"
+        try:
+            layers = attention_layers(model)
+        except ValueError as error:
+            return str(error)
+        config = text_config(model)
+        if getattr(config, "kv_lora_rank", None) is not None:
+            return f"{type(model).__name__} has latent attention, whose caches hold no keys"
+        if getattr(config, "num_kv_shared_layers", 0):
+            return f"{type(model).__name__} shares keys between layers"
+        if device_of(model).type != "cpu":
+            return "the kernels run on CPUs"
+        held = DynamicCache(config=model.config).layers
+        for layer in layers:
+            plain = type(held[layer.layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
+            if window_of(layer) is None and not plain:
+                return f"{type(model).__name__} has states beside the keys in a layer"
+        width = HeadShape.of(config).head_dim
+        if width not in WIDTHS:
+            return f"the kernels take heads of {', '.join(map(str, WIDTHS))} channels, not {width}"
+        if load() is None:
+            return "the kernels are not built here, or turned off (docs/library.md)"
+        return None
+
+    @classmethod
+    def crops(cls, model: PreTrainedModel, arm: Arm) -> bool:
+        """Returns whether drafts can be removed: windows forget tokens, and steps over other formats than the 4-bit
+        scan's read every token, so that nothing is to verify.
+        """
+        return packing_of(arm.rule).bits == 4 and not any(map(window_of, attention_layers(model)))
+
+    @classmethod
+    def open(
+        cls,
+        model: PreTrainedModel,
+        arm: Arm,
+        anchors: AnchorSpec,
+        phi: PhiMaps | None,
+        cache: Cache | None,
+        crop: bool,
+        room: int,
+    ) -> PackedBackend:
+        return cls(model, arm, anchors, PackedCache(model, arm.rule))
+
+    @property
+    def can_crop(self) -> bool:
+        return self.crops(self.model, self.arm)
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.cache.nbytes
+
+    def read(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        layer = self._layer(module, key)
+        layer.tokens += key.shape[2]
+        if layer.packed is None:
+            output = exact_attention(module, query, key, value, mask, scale)
+            layer.packed = self._packed(key, value, mask)
+            return output
+        self._require_one_prompt(layer.packed)
+        output, log_mass = layer.packed.read(query, key, value, scale)
+        return with_sinks(module, output, log_mass).to(query.dtype)
+
+    def verify(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        layer = self._layer(module, key)
+        layer.tokens += key.shape[2]
+        self._require_one_prompt(layer.packed)
+        layer.packed.extend(key, value)
+        output, log_mass = layer.packed.attend(query, scale)
+        return with_sinks(module, output, log_mass).to(query.dtype)
+
+    def step(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+    ) -> Tensor:
+        layer = self._layer(module, key)
+        layer.tokens += 1
+        index = module.layer_idx
+        self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
+        packed = layer.packed
+        packed.append(key[:, :, 0], value[:, :, 0])
+        packed.choose(self.retrieved, residual=self.arm.rule.own is not None)
+        output, log_mass = packed.step(query[:, :, 0], scale)
+        return with_sinks(module, output.unsqueeze(2), log_mass.unsqueeze(2)).to(query.dtype)
+
+    def reserve(self, tokens: int) -> None:
+        self.cache.reserve(tokens)
+
+    def take(self, read: Prefill) -> None:
+        """Packs prompts without padding that were prefilled elsewhere."""
+        for index, (key, value) in read.layers.items():
+            layer = self.cache.layers[index]
+            if not isinstance(layer, PackedLayer):
+                layer.update(key, value)
+                continue
+            layer.lazy_initialization(key, value)
+            layer.packed = self._packed(key, value, None)
+            layer.tokens = key.shape[2]
+
+    def _layer(self, module: nn.Module, key: Tensor) -> PackedLayer:
+        """Returns the layer of a module; raises ValueError if it holds another model's tokens or number of prompts."""
+        layer = self.cache.layers[module.layer_idx]
+        packed = layer.packed
+        if packed is not None and (packed.heads, packed.width, packed.batch) != (
+            key.shape[1],
+            key.shape[3],
+            key.shape[0],
+        ):
+            raise ValueError(
+                f"the cache holds {packed.batch} prompts of {packed.heads} KV heads of width {packed.width}, not "
+                f"{key.shape[0]} of {key.shape[1]} of {key.shape[3]}: use it with the model and prompt it was made for"
+            )
+        return layer
+
+    def _require_one_prompt(self, packed: LayerCache) -> None:
+        if packed.batch > 1:
+            raise ValueError("a further turn on a PackedCache takes one prompt, not several")
+
+    def _packed(self, key: Tensor, value: Tensor, mask: Tensor | None) -> LayerCache:
+        first = [0] * len(key)
+        if mask is not None:
+            visible = mask[:, 0, -1].expand(len(key), -1)
+            first = visible.int().argmax(-1).tolist()
+            if not all(bool(row[start:].all()) for row, start in zip(visible, first, strict=True)):
+                raise ValueError("a PackedCache takes prompts that are padded only on the left")
+        packing = self.cache.packing
+        return LayerCache(
+            self.cache.library,
+            key,
+            value,
+            first,
+            bits=packing.bits,
+            clusters=packing.clusters,
+            sink=self.anchors.sink,
+            tail=self.anchors.tail,
+        )
+
+
+def with_sinks(module: nn.Module, output: Tensor, log_mass: Tensor) -> Tensor:
+    """Adds a layer's sinks to the softmax: outputs [B, Hq, T, D] and log masses [B, Hq, T] -> [B, T, Hq, D].
+
+    A sink has a logit and no value, so that it is one more term of the denominator.
+    """
+    sinks = sinks_of(module)
+    if sinks is not None:
+        share = torch.sigmoid(log_mass - sinks.float()[None, :, None])
+        output = output * share.unsqueeze(-1)
+    return output.transpose(1, 2)

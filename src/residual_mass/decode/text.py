@@ -1,0 +1,243 @@
+"""Calls of a model that holds no state: a `TextBatch` says what each call is, and a backend owns the keys and values.
+
+The model is called without a cache, at given positions. Its attention is one registered function, which asks the text
+whose call is running in this thread. Outside of these calls, and in other threads, the model is as it was.
+
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, T = new tokens, C = columns so far with the new ones, V =
+vocabulary, D = head dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from residual_mass.decode.backend import Backend
+from residual_mass.model.hook import exact_attention, scale_of, visible_columns
+from residual_mass.model.layers import Window, attention_layers, text_config, window_of
+
+NAME = "residual_mass_text"
+"""Name of the attention function and of its mask, which is none, with transformers."""
+
+
+class TextBatch:
+    """A batch of texts that a model reads and continues through a backend.
+
+    Args:
+        model: one that `loop_refusal` does not refuse.
+        backend: owns the keys and values; it may hold earlier turns.
+        real: [B, C] bool, False on padding, of the columns that are held and of those to read; None without padding.
+
+    Attributes:
+        tokens: number of columns that the backend holds, padding included.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: Backend, real: Tensor | None = None) -> None:
+        self.model = model
+        self.backend = backend
+        self.real = real
+        self.tokens = backend.cache.get_seq_length()
+        layers = attention_layers(model)
+        self.layers = layers
+        self.configs = [text_config(model)]
+        for layer in layers:
+            if all(layer.config is not config for config in self.configs):
+                self.configs.append(layer.config)
+        self.windows = {layer.layer_idx: window_of(layer) for layer in layers}
+        self._count = TokenCount(self) if getattr(text_config(model), "attn_temperature_tuning", False) else None
+        self._called: set[int] = set()
+        self._attend: Callable[..., Tensor] = backend.read
+        self._masks: dict[tuple[Window | None, int], Tensor | None] = {}
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Reads a prompt, or more of it, [B, T], exactly; returns the logits [B, 1, V] after its last token."""
+        logits = self._forward(self.backend.read, ids, self._positions(ids), 1)
+        self.tokens += ids.shape[1]
+        return logits
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Reads one new token of each text, [B, 1], through the method; returns the logits [B, 1, V] after it."""
+        step = functools.partial(self._forward, self.backend.step, logits_to_keep=1)
+        logits = self.backend.replayed(step, ids, self._positions(ids))
+        self.tokens += 1
+        return logits
+
+    def verify(self, ids: Tensor) -> Tensor:
+        """Reads drafts [B, T] exactly; returns the logits [B, T, V] after each of them."""
+        logits = self._forward(self.backend.verify, ids, self._positions(ids), 0)
+        self.tokens += ids.shape[1]
+        return logits
+
+    def crop(self, tokens: int) -> None:
+        """Removes the last tokens of every row."""
+        self.backend.crop(tokens)
+        self.tokens -= tokens
+
+    def restart(self) -> None:
+        """Forgets all tokens, so that the whole text can be read again."""
+        if isinstance(self.backend.cache, DynamicCache):
+            self.backend.cache.crop(-self.tokens)
+        else:
+            self.backend.cache.reset()
+        self.tokens = 0
+
+    def _forward(self, attend: Callable[..., Tensor], ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
+        self._attend = attend
+        self._called.clear()
+        self._masks.clear()
+        with called(self):
+            # A mask of four dimensions is passed on as it is, so that transformers makes none.
+            mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+            output = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self._count,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                return_dict=True,
+            )
+        if len(self._called) < len(self.windows):
+            missing = sorted(set(self.windows) - self._called)
+            raise RuntimeError(f"layers {missing} of {type(self.model).__name__} bypassed the attention function")
+        return output.logits
+
+    def _positions(self, ids: Tensor) -> Tensor:
+        """Returns the positions [B, T] of new tokens, counted without padding; 0 on padding."""
+        end = self.tokens + ids.shape[1]
+        if self.real is None:
+            columns = torch.arange(self.tokens, end, device=ids.device)
+            return columns.expand(len(ids), -1)
+        generated = end - self.real.shape[1]
+        if generated > 0:
+            self.real = nn.functional.pad(self.real, (0, generated), value=True)
+        positions = self.real.cumsum(1) - 1
+        return positions.clamp_min(0)[:, self.tokens : end]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Computes the attention [B, T, Hq, D] of a layer; arguments as for `Backend.read`."""
+        index = module.layer_idx
+        if index in self._called:
+            raise ValueError(f"{type(module).__name__} attends several times to one token, which is not supported")
+        self._called.add(index)
+        window = self.windows[index]
+        if window is None:
+            mask = self._mask(None, self.tokens + query.shape[2], query)
+            return self._attend(module, query, key, value, mask, scale)
+        layer = self.backend.cache.layers[index]
+        keys, values = layer.update(key, value)
+        mask = self._mask(window, keys.shape[2], query)
+        return exact_attention(module, query, keys, values, mask, scale)
+
+    def _mask(self, window: Window | None, columns: int, query: Tensor) -> Tensor | None:
+        """Returns the mask [B or 1, 1, T, columns] of the last columns; None for plain causal attention. Layers of a
+        kind share it.
+        """
+        key = window, columns
+        if key not in self._masks:
+            self._masks[key] = self._made_mask(window, columns, query.shape[2], query.device)
+        return self._masks[key]
+
+    def _made_mask(self, window: Window | None, columns: int, new: int, device: torch.device) -> Tensor | None:
+        total = self.tokens + new
+        plain = self.real is None and (window is None or total <= window.size)
+        if plain and (new == 1 or self.tokens == 0):
+            return None
+        held = torch.arange(total - columns, total, device=device)
+        asking = torch.arange(self.tokens, total, device=device).unsqueeze(1)
+        visible = (held <= asking)[None, None]
+        if self.real is None:
+            start = torch.zeros((), dtype=torch.long, device=device)
+        else:
+            visible = visible & self.real[:, None, None, total - columns : total]
+            visible = visible | (held == asking)  # padding sees itself: without any column its output would be NaN
+            start = self.real.int().argmax(1)[:, None, None, None]  # windows and chunks begin after the padding
+        if window is not None:
+            visible = visible & (held - start >= window.first(asking - start))
+        return visible
+
+
+class TokenCount(Cache):
+    """Tells a model how many tokens there are, and holds none: for models that look only this up in their cache."""
+
+    def __init__(self, text: TextBatch) -> None:
+        super().__init__(layers=[])
+        self.text = text
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.text.tokens
+
+    def get_mask_sizes(self, query_length: Any, *args: Any) -> tuple[int, int]:
+        return self.text.tokens + int(query_length), 0
+
+
+# ---- the registered attention function -------------------------------------------------------------------------------
+
+_running = threading.local()
+"""`text` is the text whose call of a model is running in this thread."""
+_switches: dict[int, tuple[int, str]] = {}
+"""By the id of a configuration: the number of running calls that switched its attention, and the name before them."""
+_lock = threading.Lock()
+
+
+@contextmanager
+def called(text: TextBatch) -> Iterator[None]:
+    """Sends the attention of one call of the text's model to the text.
+
+    Raises:
+        ValueError: `partial_kv` or another context has hooked the model's attention.
+    """
+    if any(hasattr(layer, "residual_mass_handler") for layer in text.layers):
+        raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
+    with _lock:
+        for config in text.configs:
+            running, before = _switches.get(id(config), (0, config._attn_implementation))
+            _switches[id(config)] = running + 1, before
+            config._attn_implementation = NAME
+    _running.text = text
+    try:
+        yield
+    finally:
+        _running.text = None
+        with _lock:
+            for config in text.configs:
+                running, before = _switches.pop(id(config))
+                if running > 1:
+                    _switches[id(config)] = running - 1, before
+                else:
+                    config._attn_implementation = before
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    scale = scale_of(module, query, scaling, options)
+    text = getattr(_running, "text", None)
+    if text is None:  # another thread calls the model meanwhile
+        mask = visible_columns(module, attention_mask)
+        return exact_attention(module, query, key, value, mask, scale), None
+    return text.attend(module, query, key, value, scale), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The text knows its columns, so its calls need no mask."""
+    return None if getattr(_running, "text", None) is not None else sdpa_mask(*args, **kwargs)

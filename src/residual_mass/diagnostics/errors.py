@@ -1,0 +1,200 @@
+"""Computes errors of methods and the quantities of the paper's diagnostics for one layer's queries over one unpadded
+prefix, by the code that decodes.
+
+Shape letters: Hq / Hkv = query / KV heads, G = Hq / Hkv, Q = queries per head, L = prefix tokens, D = head dimension,
+B = budgets, R = B * G * Q rows of a KV head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from residual_mass.core.accounting import Terms, added, exact_terms, merge
+from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, score_shape
+from residual_mass.core.selection import full_prefix
+from residual_mass.core.settings import AnchorSpec
+from residual_mass.decode.prefix import (
+    ArmRows,
+    Map,
+    Reading,
+    arm_rows,
+    build_prefix,
+    grouped,
+    map_heads,
+    own_residuals,
+    phi_log_mass,
+    read_prefix,
+    seen_by_residuals,
+    summarise_prefix,
+    terms_of,
+)
+from residual_mass.methods import Selector, method_named, state_bytes
+from residual_mass.methods.arms import ArmSpec
+
+TOPK, PHI, NOSUB = "topk", "topk_phi", "topk_phi_nosub"
+"""The paper's methods."""
+FACTS = ("h_mid", "skewness", "kurtosis")
+"""Normalised entropy of attention within the mid-region, skewness and excess kurtosis of its scores."""
+
+
+class Read(NamedTuple):
+    """Tokens that a selector reads, with the exact terms [1, Hkv, R, ...] of all read tokens and of the unread ones."""
+
+    reading: Reading
+    exact: Terms
+    rest: Terms
+    mid: Tensor
+    """[1, Hkv, R, L] bool, the tokens of the mid-region that were read."""
+
+
+class ReadLayer:
+    """Queries of a layer with the tokens that they read at every budget, computed once for every selector.
+
+    Args:
+        queries: [Hq, Q, D], of tokens after the prefix; keys, values: [Hkv, L, D]; all finite float32.
+        maps: the layer's (phi_q, phi_k), for methods that need them.
+    """
+
+    def __init__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        budgets: Sequence[float],
+        anchors: AnchorSpec,
+        maps: tuple[Map, Map] | None,
+    ) -> None:
+        self.shape, self.budgets, self.anchors = queries.shape[:2], budgets, anchors
+        self.layer = build_prefix(keys[None], values[None], full_prefix(keys.shape[1], keys.device)[None], anchors)
+        self.log_query, self.summary = None, None
+        if maps is not None:
+            self.log_query = self._rows(map_heads(maps[0], queries[None])[0])
+            self.summary = summarise_prefix(self.layer, maps[1])
+        self.rows, self.values, self.scale = self._rows(queries), values[None], scale
+        self._read: dict[Selector | None, Read] = {}
+
+    def read(self, method: str) -> Read:
+        """Returns the tokens that the method's selector reads."""
+        selector = method_named(method).selector
+        if selector not in self._read:
+            reading = read_prefix(self.rows, self.layer, self._arms(method), self.scale)
+            read = reading.retrieved.mask(self.values.shape[2])
+            exact = terms_of(reading, None, self.layer, None, self._arms(TOPK))
+            rest = exact_terms(reading.scores, self.values, self.layer.partition.mid & ~read)
+            self._read[selector] = Read(reading, exact, rest, read)
+        return self._read[selector]
+
+    def errors(self, method: str) -> dict[str, Tensor]:
+        """Measures a method; entries [Hq, Q, B].
+
+        error is relative l1 against full prefix attention, log_z_error log Z_R hat - log Z_R (not finite where either
+        is zero), residual_share_hat the estimated share of the total, recall the share of the true top K's mass that
+        was read (NaN where K is 0), tokens_read the number of distinct tokens that the query heads of a KV head read
+        exactly or whose stored values they read by choice, anchors included.
+        """
+        read, best = self.read(method), self.read(TOPK)
+        terms, log_mass = self._terms(method, read)
+        found, wanted = (
+            exact_terms(best.reading.scores, self.values, mask).log_mass() for mask in (best.mid & read.mid, best.mid)
+        )
+        by_head = self._chosen(method, read).unflatten(2, (len(self.budgets), -1, self.shape[1]))
+        tokens = by_head.any(3, keepdim=True).sum(-1) + int(self.layer.partition.anchors.sum())
+        measures = {
+            "error": rel_l1(merge(terms), merge(read.exact, read.rest)),
+            "log_z_error": log_mass - read.rest.log_mass(),
+            "residual_share_hat": torch.sigmoid(log_mass - read.exact.log_mass()),
+            "recall": (found - wanted).exp(),
+            "tokens_read": tokens.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype),
+        }
+        return {name: self._by_head(value) for name, value in measures.items()}
+
+    def accounting(self) -> dict[str, Tensor]:
+        """Measures TopK and the feature maps as the paper's diagnostics do; entries [Hq, Q, B].
+
+        e_* are relative l1 errors against full prefix attention: of TopK, of the estimate with (sub) and without
+        (nosub) subtraction, and of the two oracles that use the true residual and the true mid-region. log_z_hat and
+        log_z_true are the estimated and the true log Z_R (-inf without unread tokens), residual_share* their shares of
+        the total, h_mid and c_mid the entropy and the mass recovery of full attention; clamped is True where the
+        subtraction left only rounding errors.
+        """
+        read, (anchors, mid) = self.read(TOPK), self.layer.partition
+        scores, exact, rest = read.reading.scores, read.exact, read.rest
+        once = scores[:, :, : scores.shape[2] // len(self.budgets)]  # the same for every budget
+
+        def repeated(x: Tensor) -> Tensor:
+            return torch.cat([x] * len(self.budgets), dim=2)
+
+        full = repeated(merge(exact_terms(once, self.values, anchors | mid)))
+        whole_mid = Terms(*map(repeated, exact_terms(once, self.values, mid)))
+        (sub, log_z_hat), (nosub, _) = (self._terms(method, read) for method in (PHI, NOSUB))
+        log_z_true = rest.log_mass()
+        measures = {
+            "e_topk": rel_l1(merge(exact), full),
+            "e_sub": rel_l1(merge(sub), full),
+            "e_nosub": rel_l1(merge(nosub), full),
+            "e_exact_sub": rel_l1(merge(exact, rest), full),
+            "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
+            "log_z_hat": log_z_hat,
+            "log_z_true": log_z_true,
+            "residual_share_hat": torch.sigmoid(log_z_hat - exact.log_mass()),
+            "residual_share": residual_share(exact, rest),
+            "h_mid": repeated(mid_entropy(once, mid)),
+            "c_mid": mass_recovery(scores, mid, read.mid),
+            "clamped": (log_z_hat == -torch.inf) & (log_z_true > -torch.inf),
+        }
+        return {name: self._by_head(value) for name, value in measures.items()}
+
+    def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
+        """Computes the terms of `prefix_terms`, and log Z_R hat, which they include: [1, Hkv, R, ...]."""
+        rule, arms = method_named(method), self._arms(method)
+        if rule.own is not None:
+            ((_, own),) = own_residuals(read.reading, self.layer, arms)
+            return added(read.exact, own), own.log_mass()
+        if rule.phi is None:
+            return read.exact, torch.full_like(read.exact.denominator, -torch.inf)
+        terms = terms_of(read.reading, self.log_query, self.layer, self.summary, arms)
+        return terms, phi_log_mass(read.reading, self.log_query, self.summary, arms)
+
+    def _chosen(self, method: str, read: Read) -> Tensor:
+        """Returns the tokens [1, Hkv, R, L] bool that are read exactly or whose stored values are read by choice."""
+        chosen = read.mid
+        for residual, _, seen in seen_by_residuals(read.reading, self.layer, self._arms(method)):
+            values = residual.values_read(seen)
+            chosen = chosen if values is None else chosen | values
+        return chosen
+
+    def facts(self) -> dict[str, Tensor]:
+        """Computes `FACTS` of the mid-region: [Hq, Q] each."""
+        scores, mid = self.read(TOPK).reading.scores, self.layer.partition.mid
+        values = (mid_entropy(scores, mid), *score_shape(scores, mid))
+        return {name: self._by_head(value)[..., 0] for name, value in zip(FACTS, values, strict=True)}
+
+    def state_bytes(self, method: str) -> int:
+        """Returns the bytes that a method keeps of the prefix per KV head: S and u, or states of its own."""
+        rule, size = method_named(method), 0
+        if rule.needs_maps and self.summary is not None:
+            size += state_bytes((self.summary.state.numerator, self.summary.state.mass))
+        if rule.own is not None:
+            size += state_bytes(self.layer.state(rule.own))
+        if rule.selector is not None:
+            size += state_bytes(self.layer.scan(rule.selector))
+        return size // self.layer.keys.shape[1]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Repeats rows for every budget: [Hq, Q, C] -> [1, Hkv, R, C]."""
+        return grouped(x, self.layer.keys.shape[1]).repeat(1, len(self.budgets), 1)[None]
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[1, Hkv, R] -> [Hq, Q, B]."""
+        return x[0].unflatten(-1, (len(self.budgets), -1)).transpose(-1, -2).reshape(*self.shape, -1)
+
+    def _arms(self, method: str) -> ArmRows:
+        length, device = self.layer.keys.shape[2], self.layer.keys.device
+        arms = [ArmSpec(method, budget) for budget in self.budgets]
+        rows = self.shape.numel() // self.layer.keys.shape[1]
+        return arm_rows(arms, rows, [length], self.anchors, length, device, tokens=self.shape[1])
