@@ -27,8 +27,8 @@ class Backend(ABC):
 
     `read`, `step` and `verify` take an attention module, whose `layer_idx` names the layer, rotary-applied queries
     [B, Hq, T, D], keys and values [B, Hkv, T, D] of the new tokens, a mask, and the factor of the scores. They store
-    the keys and values, and return outputs [B, T, Hq, D] in the dtype of the queries. The mask is bool [B or 1, 1, T, C],
-    True where a query may look; None is plain causal attention without padding.
+    the keys and values, and return outputs [B, T, Hq, D] in the dtype of the queries. The mask is bool
+    [B or 1, 1, T, C], True where a query may look; None is plain causal attention without padding.
 
     Attributes:
         cache: holds the keys and values; `generate` may hand it to a further turn as `past_key_values`.

@@ -1,9 +1,9 @@
 """Generation with a method: `partial_generate`, and `partial_decoding` for `model.generate`; one loop of our own.
 
 The loop calls the model without a cache and tells the backend what each call is: the prompt, one step, or drafts. A
-plain text is one without drafts. With drafts, a pass takes n steps through the method, removes their keys and values, which
-come from approximate hidden states, and reads the newest token and the drafts at once by full attention. It accepts the
-drafts before the first that full attention rejects, and adds a token of full attention's own.
+plain text is one without drafts. With drafts, a pass takes n steps through the method, removes their keys and values,
+which come from approximate hidden states, and reads the newest token and the drafts at once by full attention. It
+accepts the drafts before the first that full attention rejects, and adds a token of full attention's own.
 
 Shape letters: B = batch rows, L = tokens so far, n = drafts, V = vocabulary.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -166,8 +166,7 @@ def partial_decoding(
         if streamer is not None:
             streamer.put(input_ids.cpu())
         if refusal is not None:
-            empty = cache is None or cache.get_seq_length() == 0
-            if empty and PackedBackend.refusal(model, arm) is None and read_once(model, input_ids, config):
+            if PackedBackend.refusal(model, arm) is None and takes_packed(model, input_ids, config, options):
                 options["past_key_values"] = PackedCache(model, rule)
             with warnings.catch_warnings(), partial_kv(model, rule, budget, phi, num_sink, num_tail):
                 warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
@@ -371,11 +370,25 @@ def require_plain_mode(config: GenerationConfig, rule: Method) -> None:
         )
 
 
-def read_once(model: PreTrainedModel, ids: Tensor, config: GenerationConfig) -> bool:
-    """Returns whether a text keeps its rotary frequencies, so that what is packed of the prompt is not packed again."""
+def takes_packed(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, options: dict[str, Any]) -> bool:
+    """Returns whether transformers' loop can run over a packed cache of ours, in place of an empty `DynamicCache`.
+
+    Padding must be on the left, and the text must keep its rotary frequencies: what is packed is not packed again.
+    """
+    cache = options.get("past_key_values")
+    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
+        return False
+    if not padded_left(options.get("attention_mask")):
+        return False
     frequencies = frequencies_of(model)
-    last = config.max_length
-    return frequencies is None or (last is not None and frequencies.same(ids.shape[1], last - 1))
+    if frequencies is None:
+        return True
+    return config.max_length is not None and frequencies.same(ids.shape[1], config.max_length - 1)
+
+
+def padded_left(mask: Tensor | None) -> bool:
+    """Returns whether an attention mask [B, L] hides nothing but the beginnings of rows."""
+    return mask is None or bool((mask.cummax(1).values == mask).all())
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:
@@ -396,8 +409,11 @@ def input_refusal(ids: Tensor, config: GenerationConfig, options: dict[str, Any]
     # `_mask_length` is the length of an omitted mask that hides nothing.
     if getattr(config, "_mask_length", ids.shape[1]) != ids.shape[1] or (mask is not None and mask.shape != ids.shape):
         return "input_ids must hold the whole text of all turns"
-    if mask is not None and not bool((mask.cummax(1).values == mask).all()):
+    if not padded_left(mask):
         return "it takes padding on the left alone"
+    cache = options.get("past_key_values")
+    if cache is not None and type(cache) not in (DynamicCache, PackedCache):
+        return f"it does not fill a {type(cache).__name__}: pass past_key_values=DynamicCache()"
     positions = options.get("position_ids")
     if positions is not None:
         counted = (torch.ones_like(ids) if mask is None else mask).cumsum(1) - 1

@@ -550,8 +550,11 @@ METHODS = (
         CacheOnly(Rotated(QuantisedScan(4)), tail=112), QuantisedValues(4),
     ),
     *(
-        Method(f"sparse_v_{bound}", f"Sparse V, {bound}", CacheOnly(QuantisedScan(8)), QuantisedValues(8, bound=number))
-        for bound, number in {"1e-6": 1e-6, "1e-5": 1e-5, "1e-4": 1e-4, "1e-3": 1e-3}.items()
+        Method(
+            f"cache8_sparse_v_{bound}", f"Sparse V, {bound}",
+            CacheOnly(QuantisedScan(8)), QuantisedValues(8, bound=float(bound)),
+        )
+        for bound in ("1e-6", "1e-5", "1e-4", "1e-3")
     ),
 )  # fmt: skip
 """All known methods, in the order of result files."""

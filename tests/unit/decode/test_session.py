@@ -18,7 +18,14 @@ from tests.unit.model.test_families import FEW, ids_of
 from tests.unit.model.test_packed import model as wide_model  # noqa: F401  # a fixture: heads that the kernels serve
 from tests.unit.model.test_packed import prompt
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    DynamicCache,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+)
 
 from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
 
@@ -208,6 +215,20 @@ def test_a_packed_cache_is_read_in_a_context_alone(wide_model: LlamaForCausalLM,
         generated(wide_model, torch.cat((texts[0], prompt(5)), 1), past_key_values=cache)
     with partial_kv(wide_model, "topk", BUDGET), pytest.raises(ValueError, match="made for another method than topk"):
         generated(wide_model, ids, past_key_values=PackedCache(wide_model, method))
+
+
+@needs(KERNELS)
+def test_what_a_packed_cache_cannot_hold_is_decoded_in_torch(wide_model: LlamaForCausalLM) -> None:  # noqa: F811
+    """Padding on the right, and a cache of the user's that is to be filled."""
+    ids = torch.cat((prompt(60), torch.ones(1, 4, dtype=torch.long)), 1)
+    mask = (torch.arange(64) < 60).long()[None]
+    decoding = partial_decoding("scan4", 1.0)
+    expected = generated(wide_model, ids, attention_mask=mask)
+    assert torch.equal(generated(wide_model, ids, attention_mask=mask, custom_generate=decoding), expected)
+    filled = StaticCache(config=wide_model.config, max_cache_len=100)
+    text = generated(wide_model, prompt(60), past_key_values=filled, custom_generate=decoding)
+    assert torch.equal(text, generated(wide_model, prompt(60)))
+    assert int(filled.get_seq_length()) == text.shape[1] - 1
 
 
 # ---- wrappers --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_what_a_step_reads_by_hand() -> None:
         "scan4_moments": (codes, 63 * TOKEN, 4 * (2 * 64**2 + 2 * 64 + 2)),
         "cache4_rotated": (codes, 20 * TOKEN, 2048 * (64 / 2 + 4)),
         "cache4_rotated_tail128": (codes, 132 * TOKEN, 2048 * (64 / 2 + 4)),
-        "sparse_v_1e-4": (2048 * 64 + 2048 / 64 * 2 * 64 * 2, 20 * TOKEN, 43 * (64 + 4)),  # values of 43 tokens
+        "cache8_sparse_v_1e-4": (2048 * 64 + 2048 / 64 * 2 * 64 * 2, 20 * TOKEN, 43 * (64 + 4)),  # values of 43 tokens
         "topk_centroids": (keys, values, 4 * 64 * (2 * 64 + 1) + 2 * 43),
         "topk_importance": (keys, values, 4 * 64 * 65 + 32 * 3 * TOKEN),
         "scan3_regression_32": (2048 * 64 * 3 / 8 + 2048 / 128 * 2 * 64 * 2, 63 * TOKEN, 2 * 96 * 65 + 2048),
@@ -89,7 +89,7 @@ def test_what_is_kept_of_a_prompt_by_hand() -> None:
     assert kept_bytes(method_named("cache4_rotated"), STEP) == (20 * TOKEN, scan + values)
     assert kept_bytes(method_named("cache4_rotated_tail128"), STEP) == (132 * TOKEN, scan + values)
     assert kept_bytes(method_named("cache4_rotated_tail128"), STEP._replace(tokens=100)).cache == 100 * TOKEN
-    assert kept_bytes(method_named("sparse_v_1e-4"), STEP) == kept_bytes(method_named("cache8"), STEP)
+    assert kept_bytes(method_named("cache8_sparse_v_1e-4"), STEP) == kept_bytes(method_named("cache8"), STEP)
 
 
 def test_no_more_tokens_are_retrieved_than_there_are() -> None:

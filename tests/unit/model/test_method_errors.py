@@ -126,7 +126,7 @@ def test_values_that_a_bound_lets_heads_read_are_counted_once(tokens: tuple[Tens
     """By exact scores, from which those of 8-bit keys differ by 0.11 at most; without a bound none."""
     queries, keys, values = (x.double() for x in tokens)
     read = ReadLayer(queries, keys, values, 3 * SCALE, BUDGETS, ANCHORS, None)
-    found = read.errors("sparse_v_1e-3")["tokens_read"]
+    found = read.errors("cache8_sparse_v_1e-3")["tokens_read"]
     mid = range(ANCHORS.sink, LENGTH - ANCHORS.tail)
 
     def values_read(head: int, query: int, bound: float) -> set[int]:
