@@ -39,6 +39,8 @@ class Backend(ABC):
     """As in `methods.served`."""
     cache: Cache
     partial_calls: dict[int, int]
+    reads_batches_in_parts: ClassVar[bool] = True
+    """Whether several prompts, or one with padding, can be read piece by piece."""
     repeats = False
     """Whether steps will be taken again after `crop`, so that each is worth recording."""
     records = False

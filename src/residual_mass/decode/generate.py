@@ -245,6 +245,8 @@ class Decoding:
             self.text.restart()
         if self.frequencies is not None and not self.frequencies.grows:
             size = None  # so that all tokens have the same frequencies
+        if not self.text.backend.reads_batches_in_parts and (len(ids) > 1 or self.text.real is not None):
+            size = None
         unread = ids[:, self.text.tokens :]
         for piece in unread.split(size or unread.shape[1], 1):
             logits = self.text.read(piece)
@@ -296,7 +298,8 @@ class Decoding:
             token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
         else:
             token = scores.argmax(-1)
-        if bool(self.unfinished.all()):
+        stops_rows = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+        if not stops_rows or bool(self.unfinished.all()):  # without end tokens all rows go on, as in `generate`
             return token
         return torch.where(self.unfinished, token, self.config._pad_token_tensor.to(token.device))
 

@@ -280,6 +280,7 @@ class PackedBackend(Backend):
     """
 
     name = "packed"
+    reads_batches_in_parts = False
 
     def __init__(self, model: PreTrainedModel, arm: Arm, anchors: AnchorSpec, cache: PackedCache) -> None:
         if packing_of(arm.rule) != cache.packing:
@@ -364,6 +365,7 @@ class PackedBackend(Backend):
         layer = self._layer(module, key)
         layer.tokens += key.shape[2]
         if layer.packed is None:
+            layer.lazy_initialization(key, value)
             output = exact_attention(module, query, key, value, mask, scale)
             layer.packed = self._packed(key, value, mask)
             return output

@@ -1,7 +1,8 @@
 """Calls of a model that holds no state: a `TextBatch` says what each call is, and a backend owns the keys and values.
 
-The model is called without a cache, at given positions. Its attention is one registered function, which asks the text
-whose call is running in this thread. Outside of these calls, and in other threads, the model is as it was.
+The model is called without a cache, at given positions. Its attention is one registered function (`model.hook`), which
+asks the text whose call is running in this thread. Other threads get the model's own attention, and so does this one
+outside of these calls.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, T = new tokens, C = columns so far with the new ones, V =
 vocabulary, D = head dimension.
@@ -10,22 +11,17 @@ vocabulary, D = head dimension.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.decode.backend import Backend
-from residual_mass.model.hook import exact_attention, scale_of, visible_columns
+from residual_mass.model.hook import configs_of, exact_attention, running, switched
 from residual_mass.model.layers import Window, attention_layers, text_config, window_of
-
-NAME = "residual_mass_text"
-"""Name of the attention function and of its mask, which is none, with transformers."""
 
 
 class TextBatch:
@@ -47,10 +43,7 @@ class TextBatch:
         self.tokens = backend.cache.get_seq_length()
         layers = attention_layers(model)
         self.layers = layers
-        self.configs = [text_config(model)]
-        for layer in layers:
-            if all(layer.config is not config for config in self.configs):
-                self.configs.append(layer.config)
+        self.configs = configs_of(model, layers)
         self.windows = {layer.layer_idx: window_of(layer) for layer in layers}
         self._count = TokenCount(self) if getattr(text_config(model), "attn_temperature_tuning", False) else None
         self._called: set[int] = set()
@@ -182,62 +175,19 @@ class TokenCount(Cache):
         return self.text.tokens + int(query_length), 0
 
 
-# ---- the registered attention function -------------------------------------------------------------------------------
-
-_running = threading.local()
-"""`text` is the text whose call of a model is running in this thread."""
-_switches: dict[int, tuple[int, str]] = {}
-"""By the id of a configuration: the number of running calls that switched its attention, and the name before them."""
-_lock = threading.Lock()
-
-
 @contextmanager
 def called(text: TextBatch) -> Iterator[None]:
-    """Sends the attention of one call of the text's model to the text.
+    """Sends the attention of one call of the text's model, in this thread, to the text.
 
     Raises:
         ValueError: `partial_kv` or another context has hooked the model's attention.
     """
     if any(hasattr(layer, "residual_mass_handler") for layer in text.layers):
         raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
-    with _lock:
-        for config in text.configs:
-            running, before = _switches.get(id(config), (0, config._attn_implementation))
-            _switches[id(config)] = running + 1, before
-            config._attn_implementation = NAME
-    _running.text = text
-    try:
-        yield
-    finally:
-        _running.text = None
-        with _lock:
-            for config in text.configs:
-                running, before = _switches.pop(id(config))
-                if running > 1:
-                    _switches[id(config)] = running - 1, before
-                else:
-                    config._attn_implementation = before
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    scale = scale_of(module, query, scaling, options)
-    text = getattr(_running, "text", None)
-    if text is None:  # another thread calls the model meanwhile
-        mask = visible_columns(module, attention_mask)
-        return exact_attention(module, query, key, value, mask, scale), None
-    return text.attend(module, query, key, value, scale), None
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The text knows its columns, so its calls need no mask."""
-    return None if getattr(_running, "text", None) is not None else sdpa_mask(*args, **kwargs)
+    before = getattr(running, "text", None)
+    with switched(text.configs):
+        running.text = text
+        try:
+            yield
+        finally:
+            running.text = before

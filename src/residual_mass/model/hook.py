@@ -9,7 +9,8 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = tokens, Lq = que
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from residual_mass.model.finite import greedy
 from residual_mass.model.layers import (
@@ -64,24 +66,61 @@ def attention_hook(model: PreTrainedModel, handler: Handler, hybrid: bool = Fals
         require_plain(model)
     if any(hasattr(layer, "residual_mass_handler") for layer in layers):
         raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
-    AttentionInterface.register(NAME, _dispatch)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # an unregistered name would silently get no mask at all
+    for layer in layers:
+        layer.residual_mass_handler = handler
+    try:
+        with switched(configs_of(model, layers), hooks=1):
+            yield
+    finally:
+        for layer in layers:
+            del layer.residual_mass_handler
+
+
+def configs_of(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[Any]:
+    """Returns the configurations in which a model and its attention layers look up their attention function."""
     configs = [text_config(model)]
     for layer in layers:
         if not any(layer.config is config for config in configs):  # equal ones may be several objects
             configs.append(layer.config)
-    before = [config._attn_implementation for config in configs]
-    for layer in layers:
-        layer.residual_mass_handler = handler
-    for config in configs:
-        config._attn_implementation = NAME
+    return configs
+
+
+class Switch(NamedTuple):
+    """How often the attention of a configuration is switched to ours now, and what it was."""
+
+    contexts: int
+    hooks: int
+    """Contexts of `attention_hook` among them."""
+    original: str
+
+
+_switches: dict[int, Switch] = {}
+"""By the id of a configuration."""
+_switching = threading.Lock()
+running = threading.local()
+"""`text` is what takes the attention of the call of a model that runs in this thread (`decode.text`)."""
+
+
+@contextmanager
+def switched(configs: Sequence[Any], hooks: int = 0) -> Iterator[None]:
+    """Makes configurations name our attention function within the context. Contexts may overlap, in several threads."""
+    AttentionInterface.register(NAME, _dispatch)
+    AttentionMaskInterface.register(NAME, _mask)  # an unregistered name would silently get no mask at all
+    with _switching:
+        for config in configs:
+            before = _switches.get(id(config), Switch(0, 0, config._attn_implementation))
+            _switches[id(config)] = Switch(before.contexts + 1, before.hooks + hooks, before.original)
+            config._attn_implementation = NAME
     try:
         yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
-        for layer in layers:
-            del layer.residual_mass_handler
+        with _switching:
+            for config in configs:
+                now = _switches.pop(id(config))
+                if now.contexts > 1:
+                    _switches[id(config)] = Switch(now.contexts - 1, now.hooks - hooks, now.original)
+                else:
+                    config._attn_implementation = now.original
 
 
 def exact_attention(
@@ -138,11 +177,54 @@ def _dispatch(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
+    text = getattr(running, "text", None)
+    handler = getattr(module, "residual_mass_handler", None)
+    if text is None and handler is None:  # another thread calls the model meanwhile
+        return _original_attention(module, query, key, value, attention_mask, scaling, **options)
     scale = scale_of(module, query, scaling, options)
+    if text is not None:
+        return text.attend(module, query, key, value, scale), None
     mask = visible_columns(module, attention_mask)
-    output = module.residual_mass_handler(module, query, key, value, mask, scale)
-    return output, None
+    return handler(module, query, key, value, mask, scale), None
+
+
+def _original_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Computes attention as the model does outside of our contexts; eager attention without its weights."""
+    original = ALL_ATTENTION_FUNCTIONS.get(_original_name(module.config))
+    if original is not None:
+        return original(module, query, key, value, mask, scaling=scaling, **options)
+    scale = scale_of(module, query, scaling, options)
+    if sinks_of(module) is not None:
+        return exact_attention(module, query, key, value, visible_columns(module, mask), scale), None
+    # A mask that is added, as the eager one, keeps rows without any visible column finite.
+    return sdpa_attention_forward(module, query, key, value, mask, dropout=0.0, scaling=scale)
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Makes the mask of a call: none for a text of ours, which knows its columns; the model's own for other threads."""
+    if getattr(running, "text", None) is not None:
+        return None
+    config = kwargs.get("config")
+    switch = _switches.get(id(config))
+    if config is None or (switch is not None and switch.hooks):
+        return sdpa_mask(*args, **kwargs)
+    return ALL_MASK_ATTENTION_FUNCTIONS[_original_name(config)](*args, **kwargs)
+
+
+def _original_name(config: Any) -> str:
+    """Returns the attention that a configuration names outside of our contexts, which may end at any moment."""
+    with _switching:
+        switch = _switches.get(id(config))
+        return config._attn_implementation if switch is None else switch.original
 
 
 def scale_of(module: nn.Module, query: Tensor, scaling: float | None, options: dict[str, Any]) -> float:

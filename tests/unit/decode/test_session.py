@@ -389,3 +389,63 @@ def test_threads_do_not_mix(model: PreTrainedModel, loop: str) -> None:
         with partial_kv(model, "topk", BUDGET, **FEW):
             expected = all_of(run)
             assert all(map(torch.equal, in_threads(), expected))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_model_is_plain_in_other_threads(model: PreTrainedModel, attention: str) -> None:
+    """While texts of ours are decoded. In float32: transformers' eager mask overflows in float64."""
+    model.float().set_attn_implementation(attention)
+    ids, mask = padded([30, 21], 30, "left")
+    expected = model(ids, attention_mask=mask).logits
+    decoded = generated(model, ids_of(40), max_new_tokens=30, custom_generate=partial_decoding("topk", BUDGET, **FEW))
+    found, wrong = [], []
+
+    def decode() -> None:
+        options = {"custom_generate": partial_decoding("topk", BUDGET, **FEW), "max_new_tokens": 30}
+        found.append(generated(model, ids_of(40), **options))
+
+    def call() -> None:
+        for _ in range(60):
+            logits = model(ids, attention_mask=mask).logits
+            if not torch.allclose(logits[mask.bool()], expected[mask.bool()], rtol=0, atol=1e-4):
+                wrong.append(logits)
+
+    threads = [threading.Thread(target=run) for run in (decode, call, decode)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 2 and all(torch.equal(text, decoded) for text in found)
+    assert not wrong
+    assert model.config._attn_implementation == attention
+
+
+def test_a_context_that_begins_while_another_thread_decodes(model: PreTrainedModel) -> None:
+    expected = generated(model, ids_of(40), max_new_tokens=30, custom_generate=partial_decoding("topk", 1.0, **FEW))
+    waits, found = Waits(), []
+    options = {
+        "custom_generate": partial_decoding("topk", 1.0, **FEW), "max_new_tokens": 30,
+        "logits_processor": LogitsProcessorList([waits]),
+    }  # fmt: skip
+    thread = threading.Thread(target=lambda: found.append(generated(model, ids_of(40), **options)))
+    thread.start()
+    assert waits.reached.wait(60)
+    with partial_kv(model, "topk", 1.0, **FEW):
+        assert torch.equal(generated(model, ids_of(40), max_new_tokens=30), expected)
+    waits.go.set()
+    thread.join(60)
+    assert torch.equal(found[0], expected)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@needs(KERNELS)
+@pytest.mark.parametrize("method", ["cache8", "topk"])
+def test_chunks_of_batches_and_rows_without_end_tokens(wide_model: LlamaForCausalLM, method: str) -> None:  # noqa: F811
+    """A packed cache reads a batch, or padding, in one piece; without end tokens rows go on to the last step."""
+    ids, mask = padded([60, 40], 60, "left")
+    decoding = partial_decoding(method, BUDGET)
+    options = {"attention_mask": mask, "custom_generate": decoding, "eos_token_id": None}
+    whole = generated(wide_model, ids, **options)
+    for rows in (slice(0, 2), slice(1, 2)):
+        chunked = generated(wide_model, ids[rows], **options | {"attention_mask": mask[rows]}, prefill_chunk_size=7)
+        assert torch.equal(chunked, whole[rows])

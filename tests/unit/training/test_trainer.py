@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from tests.conftest import TINY, save_tiny, tiny_llama
+from tests.needs import BFLOAT16, needs
 from tests.records import give_manifest
 from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
 from torch import Tensor
@@ -44,6 +45,7 @@ def logged(trainer: Trainer, label: str | None = None) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
+@needs(BFLOAT16)
 def test_passes_keep_values_only_where_an_objective_reads_them(make: Make, tiny_backbone: Backbone) -> None:
     """All in the dtype of the model."""
     for name, kept in (("ours", False), ("residual", True)):
