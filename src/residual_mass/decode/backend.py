@@ -1,7 +1,8 @@
 """Interface of a decode step: a backend holds keys and values of a batch of texts and attends to them by one method.
 
 The caller says what each call of the model is: a prompt or more of it (`read`), one new token of each text (`step`), or
-drafts (`verify`). Nothing is guessed from sizes.
+drafts (`verify`). A backend guesses nothing from sizes. It attends in layers that read the whole text; the caller does
+in layers with a window, whose keys and values its cache holds too.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, T = new tokens, C = columns held with the new ones, D = head
 dimension.

@@ -406,8 +406,8 @@ def input_refusal(ids: Tensor, config: GenerationConfig, options: dict[str, Any]
     more = sorted(name for name, value in options.items() if name not in TAKEN and value is not None)
     if more:
         return f"it reads only token ids: leave out {', '.join(more)}"
-    if config.output_attentions or config.output_hidden_states:
-        return "it keeps no attentions or hidden states: unset output_attentions, output_hidden_states"
+    if config.output_hidden_states:
+        return "it keeps no hidden states: unset output_hidden_states"
     mask = options.get("attention_mask")
     # `_mask_length` is the length of an omitted mask that hides nothing.
     if getattr(config, "_mask_length", ids.shape[1]) != ids.shape[1] or (mask is not None and mask.shape != ids.shape):
