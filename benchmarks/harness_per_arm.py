@@ -17,12 +17,12 @@ from common import SMOL, alternate, report
 
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import Doc, both_scores, harness_requests, harness_task
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.session import partial_kv
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 ARMS = [ArmSpec("full")] + [ArmSpec(m, b) for m in ("topk", "topk_phi", "topk_phi_nosub") for b in (2.0, 4.0, 8.0)]
 Answers = list[list[tuple[str, float]]]

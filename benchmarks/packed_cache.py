@@ -28,7 +28,6 @@ from transformers import DynamicCache
 
 from residual_mass import PackedCache
 from residual_mass.benchmarks.ruler import assets_data, build_examples
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.prefix import retrieved_by
@@ -42,6 +41,7 @@ from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
+from residual_mass.spec.settings import AnchorSpec
 from residual_mass.texts.corpora import held_out_corpus
 
 ANCHORS = AnchorSpec()

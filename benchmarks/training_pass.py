@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from common import SHAPES, SMOL, alternate, random_llama, report
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.study.sections import ObjectiveSpec
+from residual_mass.spec.sections import ObjectiveSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 from residual_mass.training.learner import PRECISIONS, row_losses
 from residual_mass.training.teacher import LayerTrace, stream_traces
 

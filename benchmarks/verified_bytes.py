@@ -16,17 +16,18 @@ from common import SMOL
 
 from residual_mass import methods
 from residual_mass.benchmarks import fidelity
-from residual_mass.benchmarks.columns import DRAFTED
 from residual_mass.benchmarks.force import following, write_forced
-from residual_mass.core.settings import AnchorSpec, MapsSpec, tokens_of
 from residual_mass.diagnostics import residual_errors
 from residual_mass.methods import CacheOnly, Method, PerGroup, QuantisedScan, QuantisedValues, Rotated, ScanRegression
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.model.loading import backbone_identity, load_backbone, load_tokenizer
-from residual_mass.provenance import MANIFEST, Record
+from residual_mass.provenance import Record
 from residual_mass.recipes import RECIPES
-from residual_mass.study.specs import FidelitySpec, ForceSpec, ResidualErrorsSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import DRAFTED
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import AnchorSpec, MapsSpec, tokens_of
+from residual_mass.spec.specs import FidelitySpec, ForceSpec, ResidualErrorsSpec
 from residual_mass.texts.corpora import held_out_corpus
 
 SCAN3, SCAN2 = QuantisedScan(3, 128), QuantisedScan(2, 128)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from residual_mass.model.loading import Backbone, load_backbone
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.specs import BackboneSpec
 
 if find_spec("hypothesis") is not None:  # the tests of the GPU check do without
     from hypothesis import HealthCheck, settings

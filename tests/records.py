@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import sha256_of, write_json
-from residual_mass.provenance import MANIFEST, relative_name, sidecar_of
+from residual_mass.provenance import relative_name, sidecar_of
+from residual_mass.spec.paths import MANIFEST
 
 
 def record(*files: Path) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import yaml
 
 from residual_mass.files import write_text
+from residual_mass.spec.texts import BABILONG, ESSAYS, HUB, LONGBENCH
 from residual_mass.texts.assets import PINS, SOURCES, read_pins
-from residual_mass.texts.names import BABILONG, ESSAYS, HUB, LONGBENCH
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"

@@ -20,10 +20,10 @@ from typing import Any
 import pandas as pd
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import full_bytes, most_retrieved, step_bytes
 from residual_mass.paper.titles import method_title
+from residual_mass.spec.settings import AnchorSpec, tokens_of
 
 ROOT = Path(__file__).parents[1]
 BACKBONE, MAIN_MAPS = "smol", "2k"

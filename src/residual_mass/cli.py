@@ -18,10 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from residual_mass.core.settings import Settings
 from residual_mass.files import require_writable
 from residual_mass.measure import command
-from residual_mass.study.specs import parse_spec
+from residual_mass.measure.arguments import add_arguments
+from residual_mass.spec.settings import Settings
+from residual_mass.spec.specs import parse_spec
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 """Parts of torch's messages when the memory of the GPU or of the machine runs out."""
@@ -148,7 +149,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
             for parameter in _parameters(_function(stage)).values():
                 _add_argument(sub, parameter)
     about = "measure how much of the cache a model may leave unread"
-    command.add_arguments(parsers.add_parser("measure", prog=_called("measure"), help=about))
+    add_arguments(parsers.add_parser("measure", prog=_called("measure"), help=about))
     return parser
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import pandas as pd
 
-from residual_mass.benchmarks.catalogue import task_named, tasks_of
-from residual_mass.core.settings import tokens_of
 from residual_mass.files import read_json
-from residual_mass.study.sections import parsed
-from residual_mass.study.specs import ForceSpec, Job, read_jobs
+from residual_mass.spec.sections import parsed
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import ForceSpec, Job, read_jobs
+from residual_mass.spec.tasks import task_named, tasks_of
 
 STAGES = {"train": "train", "train_variants": "train", "generate": "generate", "force": "force"}
 """The stage of each rule that trains or decodes."""

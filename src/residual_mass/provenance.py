@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from residual_mass import __version__
-from residual_mass.core.settings import to_json
 from residual_mass.files import REMAKE, read_json, sha256_of, write_json
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import to_json
 
 if TYPE_CHECKING:
     import torch
 
 SUFFIX = ".meta.json"
-MANIFEST = "manifest.json"
-"""Lists the files of a folder with their sha256."""
 PACKAGES = (
     "residual-mass torch triton transformers tokenizers safetensors huggingface_hub lm_eval datasets nltk numpy pandas "
     "pyarrow matplotlib snakemake"

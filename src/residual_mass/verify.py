@@ -10,8 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from residual_mass.files import read_json, sha256_of
-from residual_mass.provenance import MANIFEST, SUFFIX, sidecar_of
+from residual_mass.provenance import SUFFIX, sidecar_of
 from residual_mass.recipes import RECIPES
+from residual_mass.spec.paths import MANIFEST
 from residual_mass.texts.assets import listed_in
 
 

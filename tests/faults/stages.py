@@ -12,10 +12,10 @@ from pathlib import Path
 from tests import forks
 from tests.small_assets import MODEL_ID, REVISION
 
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings, to_json
-from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
-from residual_mass.study.specs import (
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec, Settings, to_json
+from residual_mass.spec.specs import (
     AskedSpec,
     BackboneSpec,
     CaptureSpec,

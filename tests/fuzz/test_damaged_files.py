@@ -19,7 +19,6 @@ import torch
 from tests.records import recorded as with_record
 
 from residual_mass.benchmarks.store import GENERATED, RowStore
-from residual_mass.core.settings import MapSpec
 from residual_mass.files import (
     jsonl,
     read_csv,
@@ -32,6 +31,7 @@ from residual_mass.files import (
 )
 from residual_mass.model.phi_maps import HeadShape, PhiMaps, write_safetensors
 from residual_mass.provenance import recorded
+from residual_mass.spec.settings import MapSpec
 from residual_mass.training.trainer import read_checkpoint, write_checkpoint
 
 ROUNDS = 40

@@ -19,14 +19,14 @@ from tests.unit.model.test_decoding import random_maps
 from torch import nn
 
 from residual_mass.benchmarks import generate, prompts
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
 from residual_mass.decode.engine import NotFiniteError, SharedPrefillEngine, Work
 from residual_mass.diagnostics import capture, kernels, residual_errors
 from residual_mass.files import read_jsonl
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.study.specs import (
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec
+from residual_mass.spec.specs import (
     BackboneSpec,
     CaptureSpec,
     GenerateSpec,

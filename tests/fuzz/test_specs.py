@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from snakemake.iocontainers import Wildcards
 from tests.workflow.runs import ROOT, SPECS, plan_of
 
-from residual_mass.core.settings import to_json
-from residual_mass.methods.arms import ArmSpec
-from residual_mass.study import specs
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
-from residual_mass.study.specs import parse_spec
+from residual_mass.spec import specs
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.spec.settings import to_json
+from residual_mass.spec.specs import parse_spec
 
 STABLE = settings(
     derandomize=True, database=None, deadline=None,

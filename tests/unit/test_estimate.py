@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from residual_mass import estimate
-from residual_mass.core.settings import AnchorSpec, to_json
 from residual_mass.files import write_text
-from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec, Job
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, to_json
+from residual_mass.spec.specs import AskedSpec, BackboneSpec, ForceSpec, Job
 
 
 def finish(path: Path, **facts: object) -> None:

@@ -16,7 +16,7 @@ from residual_mass.files import atomic_write, locked, read_csv, read_parquet, wr
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.paper.figures import style
 from residual_mass.provenance import Record
-from residual_mass.study.specs import MapSpec
+from residual_mass.spec.specs import MapSpec
 
 
 def test_a_table_has_the_columns_and_rows_that_are_asked_for(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from tests.unit.model.test_forced import MaskedTopK
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
+from residual_mass.spec.settings import AnchorSpec
 
 GENERATION = {
     "lines": {"until": ["\n"], "max_gen_toks": 12},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import itertools
 import json
@@ -204,6 +205,85 @@ def test_no_test_is_skipped_for_a_reason_that_the_last_line_cannot_explain() -> 
         if path not in (Path(needs.__file__), Path(__file__)):
             calls = re.findall(r"pytest\.(?:mark\.skip\w*|skip|importorskip)\b.*", path.read_text())
             assert all(".reason)" in call for call in calls), (path, calls)
+
+
+# ---- the drawing of the house ----------------------------------------------------------------------------------------
+
+PACKAGE = ROOT / "src" / "residual_mass"
+FLOORS = (
+    ("core", "kernels", "files", "metrics", "recipes", "statistics"),
+    ("methods",),
+    ("spec",),
+    ("provenance",),
+    ("texts",),
+    ("model",),
+    ("decode",),
+    ("gpu",),
+    ("benchmarks", "diagnostics", "estimate", "lm_eval", "machine", "paper", "runtime", "training", "verify"),
+    ("measure",),
+    ("study",),
+    ("cli",),
+    ("__main__",),
+)
+"""Folders and single files of the package, the lowest first. A room imports from lower floors alone."""
+SEES_THE_GPU = "decode.backends"
+"""The table of backends, the one file that looks upwards: at the optional backend, which uses the rest of `decode`."""
+
+
+def modules() -> dict[str, Path]:
+    """Every file of the package by its name below `residual_mass`, which is empty for the front door."""
+    found = {}
+    for path in SOURCES:
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix("__init__").removesuffix(".")] = path
+    return found
+
+
+def arrows() -> Iterator[tuple[str, str]]:
+    """Yields every import of one file by another, also in functions and for type checkers.
+
+    The front door is left out: it imports an entry point on first access, and it holds the version.
+    """
+    names = modules()
+    for name in names.keys() - {""}:
+        for node in ast.walk(ast.parse(names[name].read_text())):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                package, _, below = target.partition(".")
+                found = below if below in names else below.rpartition(".")[0]
+                if package == "residual_mass" and found not in ("", name):
+                    yield name, found
+
+
+def room_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = [room for floor in FLOORS for room in floor]
+    assert sorted(rooms) == sorted({room_of(name) for name in modules()} - {""})
+
+
+def test_imports_point_down() -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    upwards = []
+    for name, target in arrows():
+        room, other = room_of(name), room_of(target)
+        if (name, other) != (SEES_THE_GPU, "gpu") and room != other and floor_of[other] >= floor_of[room]:
+            upwards.append(f"{name} imports {target}")
+    assert not sorted(upwards)
+
+
+def test_files_import_each_other_in_no_circle() -> None:
+    edges: dict[str, set[str]] = {name: set() for name in modules()}
+    for name, target in arrows():
+        edges[name].add(target)
+    graphlib.TopologicalSorter(edges).prepare()  # its error names a circle
 
 
 PLAIN = ("core", "methods", "model", "decode")

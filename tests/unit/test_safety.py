@@ -12,7 +12,7 @@ import torch
 from tests.conftest import TINY
 
 from residual_mass.model.loading import load_backbone
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.specs import BackboneSpec
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([ROOT / "Snakefile", *(ROOT / "workflow").rglob("*.smk"), *(ROOT / "src").rglob("*.py")])

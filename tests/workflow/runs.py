@@ -18,7 +18,8 @@ import yaml
 from snakemake.utils import update_config
 from tests import forks
 
-from residual_mass.study import plan, specs
+from residual_mass.spec import specs
+from residual_mass.study import plan
 from residual_mass.study.config import load
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from runs import ROOT, SPECS, Run, change, dry_run, plan_of, snakemake
 from snakemake.iocontainers import Wildcards
 
 from residual_mass.cli import _parser
-from residual_mass.core.settings import to_json
 from residual_mass.paper.tables import find
-from residual_mass.study.specs import GenerateSpec, TrainSpec, parse_spec
+from residual_mass.spec.settings import to_json
+from residual_mass.spec.specs import GenerateSpec, TrainSpec, parse_spec
 
 MINI = "config/studies/mini.yaml"
 

@@ -17,7 +17,7 @@ from runs import ROOT, Run, change, copied, dry_run, snakemake
 from tests.small_study import write_small_study
 from tests.unit.paper.sample_results import distance_row, error_row, score_row, write_rows
 
-from residual_mass.benchmarks.catalogue import BENCHMARKS
+from residual_mass.spec.tasks import BENCHMARKS
 
 sys.path.append(str(ROOT / "tools"))
 

@@ -16,7 +16,7 @@ from runs import NO_ACCESS, before_others, programs, snakemake
 from residual_mass.files import write_json
 from residual_mass.machine import preflight
 from residual_mass.provenance import Record
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.specs import BackboneSpec
 
 SECRET = "hf_" + "Kq7" * 11
 LOCAL = BackboneSpec("mini", "org/Small-LM", "r1", "assets", "float32", "t", 2048, False, name="smol")
@@ -32,7 +32,7 @@ def said_about_hub(home: Path, **environment: str) -> str:
     """Lines of a fresh process, for the hub's library reads its settings when it is imported."""
     code = (
         "from pathlib import Path; from residual_mass.machine import preflight;"
-        "from residual_mass.study.specs import BackboneSpec;"
+        "from residual_mass.spec.specs import BackboneSpec;"
         f"print(*preflight.problems([{HUB!r}], Path('assets')), sep='\\n')"
     )
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}

@@ -1,7 +1,4 @@
-"""Tasks of the benchmarks, their minimal lengths, the harness's definitions of them, and the scores of a generation.
-
-Imports nothing heavy, as the workflow lists tasks with it.
-"""
+"""The harness's definitions of the tasks, and the scores of a generation."""
 
 from __future__ import annotations
 
@@ -9,135 +6,15 @@ import hashlib
 import importlib
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH, Metric
-from residual_mass.texts.names import BABILONG, ESSAYS, LONGBENCH, HubPart
+from residual_mass.spec.tasks import task_named
 
 Doc = dict[str, Any]
 Request = tuple[str, dict[str, Any]]
 """Prompt text and generation settings that the harness sends for an example."""
-
-Data = Literal["original", "simulated", "stand-in"]
-"""Origin of a task's examples: the benchmark's own data or generator, a simulator that follows the benchmark's
-definition, or other real text in the task's format.
-"""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One task of a benchmark, by its name in lm-eval.
-
-    Attributes:
-        shortest: minimal nominal length in tokens for an example, the template and the answer.
-        process_results: name of the harness's scoring function.
-        metric: what that function's score is; its name is the score's key, except for RULER, whose key is the nominal
-            length.
-        title: name in tables.
-        max_new_tokens: the harness's limit on generated tokens.
-        without_hub: origin of the examples of the assets, which replace the data on the hub.
-    """
-
-    name: str
-    title: str
-    max_new_tokens: int
-    shortest: int = 1024
-    process_results: str = "process_results"
-    metric: Metric = STRING_MATCH
-    without_hub: Data = "original"
-
-    def data(self, data_source: str) -> Data:
-        """Returns the origin of examples from `data_source` (`assets` or `hub`)."""
-        return "original" if data_source == "hub" else self.without_hub
-
-
-def _ruler(name: str, max_new_tokens: int, shortest: int = 1024, process_results: str = "process_results") -> Task:
-    return Task(name, name.removeprefix("ruler_").replace("_", " "), max_new_tokens, shortest, process_results)
-
-
-def _babilong(number: int) -> Task:
-    return Task(f"babilong_qa{number}", f"QA{number}", 16, metric=ACC, without_hub="simulated")
-
-
-BENCHMARKS: dict[str, tuple[Task, ...]] = {
-    "ruler": (
-        *(_ruler(f"niah_single_{number}", 128) for number in (1, 2, 3)),
-        *(_ruler(f"niah_multikey_{number}", 128) for number in (1, 2, 3)),
-        _ruler("niah_multiquery", 128),
-        _ruler("niah_multivalue", 128),
-        _ruler("ruler_vt", 30),
-        _ruler("ruler_cwe", 120),
-        _ruler("ruler_fwe", 50),
-        _ruler("ruler_qa_squad", 32, process_results="process_results_part"),
-        _ruler("ruler_qa_hotpot", 32, shortest=2048, process_results="process_results_part"),
-    ),
-    "babilong": tuple(_babilong(number) for number in (1, 2, 3, 4, 5)),
-    "longbench": (
-        Task("longbench_gov_report", "GovReport", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
-        Task("longbench_qmsum", "QMSum", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
-        Task("longbench_musique", "MuSiQue", 32, 2048, "get_qa_f1_score", QA_F1, "stand-in"),
-        Task("longbench_hotpotqa", "HotpotQA", 32, 2048, "get_qa_f1_score", QA_F1),
-    ),
-}
-
-
-def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
-    """Returns the names of the tasks that fit `length_tokens`, in the order of the harness's group.
-
-    Raises:
-        ValueError: the benchmark is unknown, or the length is too short for all of its tasks.
-    """
-    names = tuple(task.name for task in _known(benchmark) if task.shortest <= length_tokens)
-    if not names:
-        shortest = min(task.shortest for task in _known(benchmark))
-        raise ValueError(f"length {length_tokens}: {benchmark} needs at least {shortest} tokens; choose a longer one")
-    return names
-
-
-def parts_of(benchmark: str, length_tokens: int) -> dict[str, HubPart]:
-    """Returns the parts of data sets on the hub that a benchmark reads at a length, by task; RULER's tasks share one.
-
-    Raises:
-        ValueError: as `tasks_of`, or the data set has no such length, or the benchmark has no entry here.
-    """
-    names = {task: task.removeprefix(f"{benchmark}_") for task in tasks_of(benchmark, length_tokens)}
-    if benchmark == "ruler":
-        return dict.fromkeys(names, ESSAYS)
-    if benchmark == "longbench":
-        return {task: HubPart(LONGBENCH, name, "test") for task, name in names.items()}
-    if benchmark != "babilong":
-        raise ValueError(
-            f"benchmark {benchmark!r}: its data sets on the hub are unknown; add them to catalogue.parts_of"
-        )
-    if length_tokens % 1024:
-        raise ValueError(f"length {length_tokens}: BABILong's data set has whole k only; choose 1k, 2k, 4k, ...")
-    return {task: HubPart(BABILONG, f"{length_tokens // 1024}k", name) for task, name in names.items()}
-
-
-def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
-    """Returns the tasks that do not fit `length_tokens`, each with the reason."""
-    return {
-        task.name: f"needs at least {task.shortest} tokens, the length is {length_tokens}"
-        for task in _known(benchmark)
-        if task.shortest > length_tokens
-    }
-
-
-def task_named(benchmark: str, name: str) -> Task:
-    """Returns the task `name` of a benchmark."""
-    return next(task for task in _known(benchmark) if task.name == name)
-
-
-def _known(benchmark: str) -> tuple[Task, ...]:
-    if benchmark not in BENCHMARKS:
-        raise ValueError(f"benchmark {benchmark!r} is unknown; known are {', '.join(sorted(BENCHMARKS))}")
-    names = [task.name for task in BENCHMARKS[benchmark]]
-    if len(set(names)) < len(names):
-        raise ValueError(f"BENCHMARKS[{benchmark!r}] has two tasks of one name among {', '.join(names)}; rename one")
-    return BENCHMARKS[benchmark]
 
 
 class DoesNotFitError(Exception):

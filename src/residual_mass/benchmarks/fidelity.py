@@ -17,16 +17,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.columns import DRAFT, FIDELITY, FORCED, GREEDY
-from residual_mass.benchmarks.statistics import (
-    LEVEL,
-    Means,
-    means,
-    percentile_interval,
-    resampled,
-    sign_flip_p,
-    skewed_interval,
-)
 from residual_mass.files import csv_text, read_parquet, write_text
 from residual_mass.metrics import (
     DELTA_P_RMS,
@@ -40,7 +30,9 @@ from residual_mass.metrics import (
     SAME_TOP,
 )
 from residual_mass.provenance import Record
-from residual_mass.study.specs import FidelitySpec
+from residual_mass.spec.columns import DRAFT, FIDELITY, FORCED, GREEDY
+from residual_mass.spec.specs import FidelitySpec
+from residual_mass.statistics import LEVEL, Means, means, percentile_interval, resampled, sign_flip_p, skewed_interval
 
 log = logging.getLogger(__name__)
 

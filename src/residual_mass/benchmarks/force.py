@@ -23,18 +23,19 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from residual_mass.benchmarks.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED, GOLD, GREEDY, OWN
 from residual_mass.benchmarks.generate import encoded
 from residual_mass.benchmarks.store import AGAIN, Row, RowStore, row_key
-from residual_mass.core.settings import tokens_of
 from residual_mass.decode.packed_prompt import PackedPrompt
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.kernels.library import LAYOUT
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
-from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.specs import ForceSpec
+from residual_mass.provenance import Record
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED, GOLD, GREEDY, OWN
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.texts.frozen_prompts import (
     gold_answer,

@@ -18,14 +18,15 @@ import torch
 
 from residual_mass.benchmarks.catalogue import saturated
 from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
-from residual_mass.core.settings import tokens_of
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import backbone_identity, encode, encode_chat, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
-from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.sections import Decoding
-from residual_mass.study.specs import GenerateSpec
+from residual_mass.provenance import Record
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.sections import Decoding
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import GenerateSpec
 from residual_mass.texts.corpora import special_prefix
 from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_prompts, require_prompts_of
 

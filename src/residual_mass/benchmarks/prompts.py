@@ -10,19 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.benchmarks import babilong, longbench, ruler
-from residual_mass.benchmarks.catalogue import (
-    Doc,
-    DoesNotFitError,
-    harness_requests,
-    parts_of,
-    task_named,
-    tasks_of,
-    too_long,
-)
-from residual_mass.core.settings import tokens_of
+from residual_mass.benchmarks.catalogue import Doc, DoesNotFitError, harness_requests
 from residual_mass.files import jsonl, sha256_of, write_text
-from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.specs import PromptsSpec
+from residual_mass.provenance import Record
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import PromptsSpec
+from residual_mass.spec.tasks import parts_of, task_named, tasks_of, too_long
 from residual_mass.texts.assets import require_whole
 from residual_mass.texts.frozen_prompts import table_sha256
 from residual_mass.texts.hub import commits_of, hub_rows

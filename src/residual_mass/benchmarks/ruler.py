@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from residual_mass.benchmarks.catalogue import Doc, DoesNotFitError, harness_config, seeded, sentence_tables
 from residual_mass.files import read_json, sha256_of
+from residual_mass.spec.texts import ESSAYS
 from residual_mass.texts.hub import hub_rows
-from residual_mass.texts.names import ESSAYS
 
 Scope = dict[str, Any]
 

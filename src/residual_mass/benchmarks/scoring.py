@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.catalogue import both_scores, task_named
-from residual_mass.benchmarks.columns import RESULTS
-from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
+from residual_mass.benchmarks.catalogue import both_scores
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.methods import names
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import Metric, metric_of_mean
 from residual_mass.provenance import Record
-from residual_mass.study.specs import ScoreSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import RESULTS
+from residual_mass.spec.specs import ScoreSpec
+from residual_mass.spec.tasks import task_named
+from residual_mass.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_prompts
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from residual_mass.files import errors_naming, jsonl, locked, sha256_text
-from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.specs import ForceSpec, GenerateSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.specs import ForceSpec, GenerateSpec
 
 logger = logging.getLogger(__name__)
 

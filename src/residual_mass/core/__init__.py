@@ -23,7 +23,7 @@ __all__ = sorted(name for names in _NAMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports lazily, so that `core.settings` loads without torch."""
+    """Imports lazily, so that methods can be named without torch."""
     for home, names in _NAMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{home}"), name)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, promoted
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.prefix import (
     ArmRows,
     Map,
@@ -30,9 +29,10 @@ from residual_mass.decode.prefix import (
     prefix_terms,
     rows_of_heads,
 )
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import exact_attention
 from residual_mass.model.layers import Window, window_of
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 KeysValues = tuple[Tensor, Tensor]
 Layers = Sequence[KeysValues]

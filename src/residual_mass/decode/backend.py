@@ -17,10 +17,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods.arms import Arm
 from residual_mass.model.hook import Prefill
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.settings import AnchorSpec
 
 
 class Backend(ABC):

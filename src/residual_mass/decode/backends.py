@@ -12,16 +12,17 @@ import transformers
 from transformers import Cache, PreTrainedModel
 
 from residual_mass.core.accounting import Terms
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.prefix import prefix_terms
 from residual_mass.decode.torch_backend import TorchBackend, with_room
 from residual_mass.gpu.backend import TritonBackend
 from residual_mass.gpu.device import kernels_run_on
-from residual_mass.methods.arms import Arm, ArmSpec
+from residual_mass.methods.arms import Arm
 from residual_mass.model.layers import attention_layers, text_config
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 BACKENDS: tuple[type[Backend], ...] = (PackedBackend, TritonBackend, TorchBackend)
 """In the order in which they are asked."""

@@ -21,17 +21,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.arms import ArmDecoder, FullRows, Layers, PartialRows
 from residual_mass.decode.backends import terms_on
 from residual_mass.decode.prefix import Map, PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.finite import end_tokens, greedy, model_at_fault
 from residual_mass.model.hook import Handler, Prefill, attention_hook, prefill
 from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.model.rotary import frequencies_of, require_read_once, text_lengths
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 Finish = Literal["length", "eos", "saturated"]
 LayerSummaries = tuple[list[Map], list[Summary]]

@@ -22,7 +22,6 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backends import backend_for, loop_refusal
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_steps, require_supported
@@ -34,6 +33,7 @@ from residual_mass.model.finite import end_tokens
 from residual_mass.model.layers import attention_layers, device_of
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import Frequencies, frequencies_of
+from residual_mass.spec.settings import AnchorSpec
 
 MOST = BLOCK - 1
 """Most drafts of a pass: with the newest token they fill a block of a packed cache."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.prefix import retrieved_by
 from residual_mass.kernels import LayerCache, load
@@ -26,6 +25,7 @@ from residual_mass.methods.served import packing_of
 from residual_mass.model.hook import Prefill, exact_attention
 from residual_mass.model.layers import attention_layers, device_of, sinks_of, text_config, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps, read_safetensors, write_safetensors
+from residual_mass.spec.settings import AnchorSpec
 
 STATE = "residual_mass"
 """Key in the header of a file that holds the state of a `PackedCache`."""

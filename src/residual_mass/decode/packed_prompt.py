@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import Prefill, attention_hook
+from residual_mass.spec.arms import ArmSpec
 
 if TYPE_CHECKING:  # the engine takes long to import
     from residual_mass.decode.engine import ForcedDecoder

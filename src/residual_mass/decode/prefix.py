@@ -33,11 +33,12 @@ from residual_mass.core.accounting import (
 )
 from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.core.selection import Partition, Selected, members, partition, retrieved_count
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, Residual, Seen, Selector
-from residual_mass.methods.arms import Arm, ArmSpec
+from residual_mass.methods.arms import Arm
 from residual_mass.methods.interface import Choice, Layout
 from residual_mass.model.layers import sinks_of
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 Map = FoldedMap | nn.Module
 State = tuple[Tensor, ...]

@@ -23,7 +23,6 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.torch_backend import TorchBackend
@@ -32,6 +31,7 @@ from residual_mass.methods.arms import Arm, percent_of_share
 from residual_mass.model.hook import attention_hook, exact_attention
 from residual_mass.model.layers import attention_layers, text_config, unwrapped, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import AnchorSpec
 
 
 @contextmanager

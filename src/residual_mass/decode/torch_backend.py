@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.prefix import (
     ArmRows,
@@ -32,6 +31,7 @@ from residual_mass.methods.arms import Arm
 from residual_mass.model.hook import Prefill, exact_attention
 from residual_mass.model.layers import attention_layers, sinks_of, text_config, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import AnchorSpec
 
 
 class BufferedLayer(DynamicLayer):

@@ -20,15 +20,16 @@ from tqdm import tqdm
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.measures import mass_curve
 from residual_mass.core.selection import full_prefix, partition
-from residual_mass.core.settings import tokens_of
 from residual_mass.decode.prefix import grouped
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import Pack, ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.files import write_parquet
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.specs import CaptureSpec
+from residual_mass.provenance import Record
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import CaptureSpec
 
 log = logging.getLogger(__name__)
 

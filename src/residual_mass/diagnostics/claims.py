@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.diagnostics.samples import Sample, ratio
+from residual_mass.spec.texts import PROMPT_PACKS
 
 EXACT = 1e-6
 """Relative errors below this are rounding."""

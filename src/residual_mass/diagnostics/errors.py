@@ -16,7 +16,6 @@ from torch import Tensor
 from residual_mass.core.accounting import Terms, added, exact_terms, merge
 from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, score_shape
 from residual_mass.core.selection import full_prefix
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.prefix import (
     ArmRows,
     Map,
@@ -33,7 +32,8 @@ from residual_mass.decode.prefix import (
     terms_of,
 )
 from residual_mass.methods import Selector, method_named, state_bytes
-from residual_mass.methods.arms import ArmSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 TOPK, PHI, NOSUB = "topk", "topk_phi", "topk_phi_nosub"
 """The paper's methods."""

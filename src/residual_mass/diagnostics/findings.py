@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from residual_mass.diagnostics import CWE
 from residual_mass.diagnostics.claims import CLAIMS, Claim
 from residual_mass.diagnostics.samples import Sample, estimate, text
 from residual_mass.files import csv_text, write_text
 from residual_mass.provenance import Record
-from residual_mass.study.specs import FindingsSpec
+from residual_mass.spec.specs import FindingsSpec
+from residual_mass.spec.texts import CWE
 
 ACCOUNTING = (
     "study backbone corpus length maps budget_percent k e_topk e_topk_ci_low e_topk_ci_high e_nosub e_nosub_ci_low "

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.selection import exhaustive_topk, full_prefix, partition
-from residual_mass.core.settings import tokens_of
 from residual_mass.decode.prefix import map_heads
 from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.files import write_parquet
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps, files_by_label
-from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.specs import KernelsSpec
+from residual_mass.provenance import Record
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import KernelsSpec
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec, tokens_of
-from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.model.finite import model_at_fault
 from residual_mass.model.hook import attention_hook, exact_attention
 from residual_mass.model.layers import window_of
 from residual_mass.model.loading import Backbone
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.settings import AnchorSpec, tokens_of
+from residual_mass.spec.specs import BackboneSpec
+from residual_mass.spec.texts import PROMPT_PACKS
 from residual_mass.texts.corpora import held_out_corpus, special_prefix
 from residual_mass.texts.frozen_prompts import gold_continuation, load_manifest, load_prompts, require_prompts_of
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.core.settings import tokens_of
 from residual_mass.diagnostics.errors import PHI, TOPK, ReadLayer
 from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.diagnostics.samples import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio, text
@@ -28,8 +27,10 @@ from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import feature_bytes, full_bytes, kept_bytes, step_bytes
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.specs import ResidualErrorsSpec
+from residual_mass.provenance import Record
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import ResidualErrorsSpec
 
 log = logging.getLogger(__name__)
 

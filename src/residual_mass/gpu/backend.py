@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.prefix import Map, map_heads, own_precision, retrieved_by
 from residual_mass.decode.torch_backend import buffered_cache
@@ -31,6 +30,7 @@ from residual_mass.model.hook import Prefill, exact_attention
 from residual_mass.model.layers import device_of, require_plain, text_config, weights_stay_on
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.rotary import frequencies_of
+from residual_mass.spec.settings import AnchorSpec
 
 Recorded = tuple[torch.cuda.CUDAGraph, Tensor]
 """A graph of one step, and the logits [B, 1, V] that it writes."""

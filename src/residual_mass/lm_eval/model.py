@@ -20,13 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.decode.prefix import build_prefix
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_supported
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import wrap_model
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
 """Options of HFLM that distribute, wrap or compute attention in ways that were not tested."""

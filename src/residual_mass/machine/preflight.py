@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 from residual_mass.machine.gpus import device_files
-from residual_mass.provenance import MANIFEST
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts.assets import model_folder
 from residual_mass.texts.hub import is_cached
 

@@ -21,10 +21,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from residual_mass.benchmarks import fidelity
-from residual_mass.benchmarks.columns import FORCED
 from residual_mass.benchmarks.force import following, write_forced
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.decode.backends import backend_for
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.decode.packed_backend import PackedBackend
@@ -34,11 +32,11 @@ from residual_mass.decode.text import TextBatch
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json, read_parquet, require_writable, sha256_text
-from residual_mass.measure.command import BASELINE, EMBEDDED, Arguments
+from residual_mass.measure.arguments import BASELINE, EMBEDDED, Arguments
 from residual_mass.measure.documents import Text, read_texts, require_assets
 from residual_mass.measure.names import require_utf8, shown, title_of
 from residual_mass.methods import Step, method_named
-from residual_mass.methods.arms import Arm, ArmSpec
+from residual_mass.methods.arms import Arm
 from residual_mass.methods.step_bytes import bytes_per_verified_token, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
 from residual_mass.model.hook import Prefill, prefill
@@ -47,7 +45,10 @@ from residual_mass.model.loading import Backbone, backbone_identity, load_backbo
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.provenance import Record
 from residual_mass.recipes import RECIPES
-from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import FORCED
+from residual_mass.spec.settings import AnchorSpec, MapsSpec
+from residual_mass.spec.specs import BackboneSpec, FidelitySpec, ForceSpec
 from residual_mass.texts import assets, hub
 
 STUDY = "measure"

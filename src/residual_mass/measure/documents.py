@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.measure.command import Arguments
+from residual_mass.measure.arguments import Arguments
 from residual_mass.measure.names import shown, text_name
-from residual_mass.provenance import MANIFEST
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.texts import ASSETS
 from residual_mass.texts import assets
 from residual_mass.texts.corpora import SEPARATOR, held_out_corpus, special_prefix
-from residual_mass.texts.names import ASSETS
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,11 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.decode.generate import partial_decoding
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm
 from residual_mass.files import require_writable, write_text
-from residual_mass.measure.command import Arguments
+from residual_mass.measure.arguments import Arguments
 from residual_mass.measure.distances import find_device, find_model
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
@@ -29,6 +28,7 @@ from residual_mass.model.hook import Prefill
 from residual_mass.model.layers import require_plain
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape
+from residual_mass.spec.settings import AnchorSpec, tokens_of
 
 STEPS, ROUNDS = 8, 2
 """Timed steps of a round, and number of rounds, in which sides take turns."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from residual_mass.texts.names import ASSETS
+from residual_mass.spec.texts import ASSETS
 
 
 def plain(name: str) -> str:

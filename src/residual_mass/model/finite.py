@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
-    from residual_mass.study.specs import BackboneSpec
+    from residual_mass.spec.specs import BackboneSpec
 
 
 def model_at_fault(spec: BackboneSpec) -> str:

@@ -25,8 +25,8 @@ from transformers.quantizers import AutoHfQuantizer
 from residual_mass.files import sha256_of, sha256_text
 from residual_mass.model.layers import device_of, text_config
 from residual_mass.model.phi_maps import HeadShape, open_safetensors
-from residual_mass.provenance import MANIFEST
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts.assets import MAKE, listed_in, model_folder, require_whole
 from residual_mass.texts.corpora import special_prefix
 

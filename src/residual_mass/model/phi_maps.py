@@ -21,10 +21,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
-from residual_mass.core.settings import MAPS_HEADER, MapSpec, MapsSpec
 from residual_mass.files import atomic_write, sha256_of
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.layers import device_of
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import MAPS_HEADER, MapSpec, MapsSpec
 
 MAPS_AT_FAULT = "the feature maps are damaged, or diverged in training: delete their file and train again"
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from residual_mass.benchmarks.statistics import holm
-from residual_mass.core.settings import MAPS_HEADER, maps_label
 from residual_mass.files import read_json
 from residual_mass.metrics import METRICS, Metric
 from residual_mass.provenance import sidecar_of
+from residual_mass.spec.settings import MAPS_HEADER, maps_label
+from residual_mass.statistics import holm
 
 ALL_TASKS = "all"
 """Name in the column `task` of the mean over a benchmark's tasks."""

@@ -15,15 +15,15 @@ from typing import Any
 
 import pandas as pd
 
-from residual_mass.benchmarks.columns import decoding_settings
-from residual_mass.core.settings import length_and_variant
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
 from residual_mass.paper.cells import format_score, interval, numbers, read_frame
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
 from residual_mass.paper.tables import RUNTIME, TABLES, find
 from residual_mass.provenance import Record
-from residual_mass.study.specs import ComparisonSpec
+from residual_mass.spec.columns import decoding_settings
+from residual_mass.spec.settings import length_and_variant
+from residual_mass.spec.specs import ComparisonSpec
 
 Cell = Mapping[str, str]
 PLACE = "table benchmark task corpus length method budget_percent maps implementation batch quantity".split()

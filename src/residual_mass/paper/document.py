@@ -18,8 +18,8 @@ from residual_mass.paper.latex import Latex, escape, grids, render
 from residual_mass.paper.published import MODELS
 from residual_mass.paper.tables import find
 from residual_mass.provenance import Record
-from residual_mass.study.labels import PUBLISHED
-from residual_mass.study.specs import DocumentSpec, NumbersSpec, TableSpec
+from residual_mass.spec.labels import PUBLISHED
+from residual_mass.spec.specs import DocumentSpec, NumbersSpec, TableSpec
 
 FRAME = "frame.tex.j2"
 """The template that all templates of tables extend."""

@@ -21,7 +21,7 @@ from residual_mass.paper.latex import Field, block, environment, fill, printed
 from residual_mass.paper.tables import find, middle_budget
 from residual_mass.paper.titles import method_title, text_title
 from residual_mass.provenance import Record
-from residual_mass.study.specs import ReportSpec
+from residual_mass.spec.specs import ReportSpec
 
 LETTERS = {
     r"\phi": "φ", r"\ell": "ℓ", r"\Delta": "Δ", r"\dagger": "†", r"\ddagger": "‡", r"\circ": "°", r"\log": "log ",

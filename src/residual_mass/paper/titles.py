@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from residual_mass.core.settings import length_and_variant
 from residual_mass.methods import METHODS
 from residual_mass.methods.residuals import PHI
+from residual_mass.spec.settings import length_and_variant
 
 TEXT_TITLES = {
     "ruler": "RULER", "babilong": "BABILong", "longbench": "LongBench", "wiki": "Wikipedia", "wikitext": "WikiText",

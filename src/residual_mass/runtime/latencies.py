@@ -31,24 +31,25 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import tokens_of
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.backends import BACKENDS, backend_for
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.text import TextBatch
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.served import backends_of
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.layers import device_of
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.provenance import MANIFEST, Record, device_name
+from residual_mass.provenance import Record, device_name
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import Implementation, copy_rates, prompt_bytes, step_traffic
-from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import RuntimeSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.labels import METHODS
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import RuntimeSpec
 
 log = logging.getLogger(__name__)
 

@@ -30,12 +30,12 @@ from residual_mass.core.accounting import (
 )
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.selection import Selected, full_prefix, partition
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.prefix import KEY_CHUNK
 from residual_mass.methods import method_named
 from residual_mass.model.hook import Prefill, attention_hook
 from residual_mass.model.layers import device_of
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.settings import AnchorSpec
 
 
 class PrototypeDecoder:

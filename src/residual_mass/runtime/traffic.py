@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.methods import Method, Step, method_named
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import StepBytes, packed_bytes, step_bytes
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import AnchorSpec
 
 Implementation = Literal["prototype", "fused", "kernels"]
 FLOAT32 = 4

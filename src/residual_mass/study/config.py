@@ -12,14 +12,12 @@ from typing import Annotated, Any, Literal
 import yaml
 
 from residual_mass import methods
-from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.core.settings import AnchorSpec, Settings, tokens_of
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.paper.tables import find
-from residual_mass.study import sections
-from residual_mass.study.figures import FIGURES, kind_of
-from residual_mass.study.labels import METHODS, PUBLISHED, TOPK
-from residual_mass.study.sections import (
+from residual_mass.spec import sections
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.figures import FIGURES, kind_of
+from residual_mass.spec.labels import METHODS, PUBLISHED, TOPK
+from residual_mass.spec.sections import (
     Count,
     Distinct,
     Field,
@@ -32,6 +30,8 @@ from residual_mass.study.sections import (
     ShortName,
     parsed,
 )
+from residual_mass.spec.settings import AnchorSpec, Settings, maps_label, tokens_of
+from residual_mass.spec.tasks import tasks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +178,16 @@ class Configuration:
     def tokenizer_owner(self, tokenizer: str) -> str:
         """The first backbone with the tokenizer; the prompts that all of them share are built with its settings."""
         return next(name for name, backbone in self.main.backbones.items() if backbone.tokenizer == tokenizer)
+
+    def titles(self, names: Iterable[str]) -> dict[str, str]:
+        return {name: self.main.backbones[name].title for name in names}
+
+    def compared_maps(self, study: Study, comparison: str) -> tuple[str, ...]:
+        """Returns the labels of the maps of a comparison, in the order of its table's rows."""
+        if comparison == "mismatch":
+            return study.mismatch.maps
+        rows = getattr(self.main.ablations, comparison)
+        return tuple(maps_label(study.ablations.length, "" if row == "ours" else row) for row in rows)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -15,24 +15,24 @@ from typing import Any
 
 from snakemake.io import expand
 
-from residual_mass.benchmarks.catalogue import tasks_of
-from residual_mass.benchmarks.columns import decoding_words
-from residual_mass.core.settings import MapsSpec, length_and_variant, maps_label, to_json, tokens_of
-from residual_mass.diagnostics import PROMPT_PACKS
 from residual_mass.methods import method_named
-from residual_mass.methods.arms import ArmSpec, own_identities
 from residual_mass.methods.served import backends_of
 from residual_mass.paper import published as of_the_paper
 from residual_mass.paper.comparison import COMPARED, settings_of
 from residual_mass.paper.tables import RUNTIME, TABLES
 from residual_mass.paper.titles import text_title
-from residual_mass.provenance import MANIFEST
 from residual_mass.recipes import RECIPES
-from residual_mass.study import paths, specs
+from residual_mass.spec import paths, specs
+from residual_mass.spec.arms import ArmSpec, own_identities
+from residual_mass.spec.columns import decoding_words
+from residual_mass.spec.figures import FIGURES, kind_of
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.sections import Figure, parsed
+from residual_mass.spec.settings import MapsSpec, length_and_variant, maps_label, to_json, tokens_of
+from residual_mass.spec.tasks import tasks_of
+from residual_mass.spec.texts import PROMPT_PACKS
 from residual_mass.study.config import Configuration, Study, file_of
 from residual_mass.study.config import load as read_configuration
-from residual_mass.study.figures import FIGURES, kind_of
-from residual_mass.study.sections import Figure, parsed
 from residual_mass.study.tables import benchmark_results, shown_by
 
 Wildcards = Any
@@ -130,9 +130,6 @@ class Plan(Configuration):
 
     def backbone_specs(self, study: str) -> tuple[specs.BackboneSpec, ...]:
         return tuple(map(self.backbone_spec, self.backbones_of(study)))
-
-    def titles(self, names: Iterable[str]) -> dict[str, str]:
-        return {name: self.main.backbones[name].title for name in names}
 
     def template(self, label: str) -> str:
         """Returns the template of a table or of the document; all tables of latencies share one."""
@@ -295,13 +292,6 @@ class Plan(Configuration):
         section = self.study_of(w).comparison(name)
         place = {"comparison": name, "benchmark": section.benchmarks, "length": section.lengths}
         return {"results": expand(paths.COMPARED, backbone=w.backbone, **place)}, None
-
-    def compared_maps(self, study: Study, comparison: str) -> tuple[str, ...]:
-        """Returns the labels of the maps of a comparison, in the order of its table's rows."""
-        if comparison == "mismatch":
-            return study.mismatch.maps
-        rows = getattr(self.main.ablations, comparison)
-        return tuple(maps_label(study.ablations.length, "" if row == "ours" else row) for row in rows)
 
     def _group_maps(self, study: Study, group: str) -> list[str]:
         """Returns the labels of a group's maps; only the main group has the main maps, so none is decoded twice."""

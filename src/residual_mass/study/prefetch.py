@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from residual_mass.benchmarks.catalogue import parts_of
-from residual_mass.core.settings import tokens_of
-from residual_mass.provenance import MANIFEST
-from residual_mass.study.specs import read_jobs
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import read_jobs
+from residual_mass.spec.tasks import parts_of
+from residual_mass.spec.texts import HUB, HubPart
 from residual_mass.texts import hub
 from residual_mass.texts.assets import listed_in, require_whole
-from residual_mass.texts.names import HUB, HubPart
 
 
 def run(jobs: Path, assets: Path) -> None:

@@ -13,12 +13,11 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
-from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.study import sections
+from residual_mass.spec import sections
+from residual_mass.spec.figures import FIGURES
+from residual_mass.spec.sections import adapter, section_of
+from residual_mass.spec.texts import ASSETS, HUB, MEASURED, PROMPT_PACKS, TRAINED
 from residual_mass.study.config import Main, Study
-from residual_mass.study.figures import FIGURES
-from residual_mass.study.sections import adapter, section_of
-from residual_mass.texts.names import ASSETS, HUB, MEASURED, TRAINED
 
 SCHEMAS = {"config": Main, "study": Study}
 

@@ -12,15 +12,15 @@ from typing import Any
 import pandas as pd
 from snakemake.iocontainers import Wildcards
 
-from residual_mass.core.settings import tokens_of
 from residual_mass.estimate import time_left
 from residual_mass.files import write_text
 from residual_mass.machine import preflight, slurm
 from residual_mass.paper import latex
-from residual_mass.study import paths
+from residual_mass.spec import paths
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import Job
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
-from residual_mass.study.specs import Job
 
 
 def problems(plan: Plan, workflow: Any) -> list[str]:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from snakemake.io import expand
 
-from residual_mass.core.settings import tokens_of
 from residual_mass.paper.tables import RUNTIME, find
-from residual_mass.study import paths
-from residual_mass.study.config import Study
-from residual_mass.study.specs import TableSpec
-
-if TYPE_CHECKING:
-    from residual_mass.study.plan import Plan
+from residual_mass.spec import paths
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import TableSpec
+from residual_mass.study.config import Configuration, Study
 
 
-def shown_by(plan: Plan, study: Study, w: Any) -> tuple[list[str], TableSpec]:
+def shown_by(configuration: Configuration, study: Study, w: Any) -> tuple[list[str], TableSpec]:
     """The files that the table `w.label` of study `w.study` shows, and its spec."""
-    names, forced, table = plan.backbones_of(w.study), study.fidelity, find(w.label)
+    names, forced, table = configuration.backbones_of(w.study), study.fidelity, find(w.label)
 
     def spec(backbones: Sequence[str] = names, **shown: Any) -> TableSpec:
         shown = {"budgets": study.budgets, "lengths": (), "benchmarks": ()} | shown
-        return TableSpec(w.study, w.label, tuple(backbones), backbone_titles=plan.titles(backbones), **shown)
+        return TableSpec(w.study, w.label, tuple(backbones), backbone_titles=configuration.titles(backbones), **shown)
 
     def of(section: Any, *budgets: float, **shown: Any) -> TableSpec:
         return spec(section.backbones, lengths=section.lengths, budgets=budgets, **shown)
@@ -45,7 +42,10 @@ def shown_by(plan: Plan, study: Study, w: Any) -> tuple[list[str], TableSpec]:
             return files, spec(lengths=lengths, lengths_of=points, **shown)
         case "mismatch" | "dphi" | "loss":
             section = study.comparison(table.of)
-            shown = {"maps": plan.compared_maps(study, table.of), "own_methods": study.own_methods(section.budget)}
+            shown = {
+                "maps": configuration.compared_maps(study, table.of),
+                "own_methods": study.own_methods(section.budget),
+            }
             path = paths.MISMATCH if table.of == "mismatch" else paths.ABLATION
             files = expand(path, ablation=table.of, backbone=section.backbones)
             return files, of(section, section.budget, benchmarks=section.benchmarks, **shown)
@@ -62,7 +62,7 @@ def shown_by(plan: Plan, study: Study, w: Any) -> tuple[list[str], TableSpec]:
             ]
             return files, of(compared, *study.budgets)
         case "maps":  # the main maps, and those of other widths for backbones of the ablations
-            widths = [maps for maps in plan.compared_maps(study, "dphi") if maps != study.ablations.length]
+            widths = [maps for maps in configuration.compared_maps(study, "dphi") if maps != study.ablations.length]
             labels = {name: widths * (name in study.ablations.backbones) for name in names}
             phi = [expand(paths.PHI, backbone=name, maps=[study.maps.main, *labels[name]]) for name in names]
             return sum(phi, []), spec(budgets=())

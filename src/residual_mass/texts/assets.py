@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import errors_naming, locked, read_json, require_writable, sha256_of, write_json
-from residual_mass.provenance import MANIFEST, Record
+from residual_mass.provenance import Record
+from residual_mass.spec.paths import MANIFEST
 
 log = logging.getLogger(__name__)
 

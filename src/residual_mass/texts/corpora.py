@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from residual_mass.files import read_json, read_text
+from residual_mass.spec.texts import HELD_OUT_ONLY, HUB, MEASURED, TRAINED
 from residual_mass.texts.assets import MAKE, require_whole
 from residual_mass.texts.hub import hub_rows
-from residual_mass.texts.names import HELD_OUT_ONLY, HUB, MEASURED, TRAINED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +87,7 @@ class HubDocuments(Sequence[str]):
         if self.column not in self.rows.column_names:
             raise ValueError(
                 f"corpus {name!r}: data set {HUB[name]} has no column {self.column!r}, only "
-                f"{', '.join(self.rows.column_names)}; name the one with the text in texts/names.py"
+                f"{', '.join(self.rows.column_names)}; name the one with the text in spec/texts.py"
             )
 
     def __len__(self) -> int:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from residual_mass.texts.names import REVISIONS, HubPart
+from residual_mass.spec.texts import REVISIONS, HubPart
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -38,13 +38,13 @@ from residual_mass.core.output_matching import (
 )
 from residual_mass.core.score_matching import TorchPasses, Weights, score_matching_losses
 from residual_mass.core.selection import exhaustive_topk, retrieved_count
-from residual_mass.core.settings import AnchorSpec, to_json, tokens_of
 from residual_mass.decode.prefix import grouped
 from residual_mass.gpu.device import kernels_run_on, tiles_fit
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.study.sections import ObjectiveSpec
-from residual_mass.study.specs import TrainSpec, VariantSpec
+from residual_mass.spec.sections import ObjectiveSpec
+from residual_mass.spec.settings import AnchorSpec, to_json, tokens_of
+from residual_mass.spec.specs import TrainSpec, VariantSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.training.teacher import (
     ON_OUTPUTS,

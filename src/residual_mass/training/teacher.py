@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from residual_mass.core.accounting import promoted
 from residual_mass.core.output_matching import Targets, Window, exact_targets
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec, tokens_of
 from residual_mass.files import sha256_text
 from residual_mass.model.hook import attention_hook, exact_attention
 from residual_mass.model.loading import Backbone
-from residual_mass.study.specs import TrainSpec
+from residual_mass.spec.settings import AnchorSpec, tokens_of
+from residual_mass.spec.specs import TrainSpec
 from residual_mass.texts.corpora import Cycle
 
 ON_OUTPUTS = ("lolcats", "residual")

@@ -25,16 +25,17 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.core.settings import to_json, tokens_of
 from residual_mass.files import csv_text, locked, remove_leftovers, sha256_text, write_text
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import read_safetensors, write_safetensors
-from residual_mass.provenance import MANIFEST, Record
-from residual_mass.study.sections import ReplaySpec
-from residual_mass.study.specs import TrainSpec
+from residual_mass.provenance import Record
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.spec.sections import ReplaySpec
+from residual_mass.spec.settings import to_json, tokens_of
+from residual_mass.spec.specs import TrainSpec
+from residual_mass.spec.texts import HUB
 from residual_mass.texts.corpora import Cycle, training_corpus
 from residual_mass.texts.hub import commits_of
-from residual_mass.texts.names import HUB
 from residual_mass.training.learner import (
     MEASURES,
     HeldOut,

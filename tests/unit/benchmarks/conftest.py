@@ -13,10 +13,10 @@ from tests.records import record
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
 from residual_mass.benchmarks import prompts
-from residual_mass.core.settings import MapSpec
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.study.specs import BackboneSpec, PromptsSpec
+from residual_mass.spec.settings import MapSpec
+from residual_mass.spec.specs import BackboneSpec, PromptsSpec
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ import pytest
 
 from residual_mass.benchmarks import babilong
 from residual_mass.benchmarks.babilong import Story, tell
-from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_requests, tasks_of
+from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_requests
+from residual_mass.spec.tasks import tasks_of
 
 TASKS = tasks_of("babilong", 1024)
 ANSWER = 16

@@ -18,13 +18,13 @@ from tests.records import record
 from tests.unit.benchmarks.test_statistics import signs_p
 
 from residual_mass.benchmarks import fidelity
-from residual_mass.benchmarks.columns import FIDELITY, FORCED
 from residual_mass.benchmarks.force import token_measures
-from residual_mass.benchmarks.statistics import resampled
 from residual_mass.files import write_parquet
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.metrics import QUANTILES
-from residual_mass.study.specs import BackboneSpec, FidelitySpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import FIDELITY, FORCED
+from residual_mass.spec.specs import BackboneSpec, FidelitySpec
+from residual_mass.statistics import resampled
 
 Row = dict[str, Any]
 Line = dict[str, str]

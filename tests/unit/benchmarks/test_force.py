@@ -19,16 +19,16 @@ from tests.unit.model.test_forced import MaskedTopK
 
 from residual_mass.benchmarks import force
 from residual_mass.benchmarks.catalogue import harness_requests
-from residual_mass.benchmarks.columns import DRAFTED
 from residual_mass.benchmarks.store import Row, RowStore
-from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.files import sha256_of
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.study.specs import AskedSpec, BackboneSpec, ForceSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import DRAFTED
+from residual_mass.spec.settings import AnchorSpec, MapsSpec
+from residual_mass.spec.specs import AskedSpec, BackboneSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.texts.frozen_prompts import gold_answer, gold_continuation, load_prompts
 

@@ -15,13 +15,13 @@ from tests.small_assets import freeze_prompts
 from residual_mass.benchmarks import generate
 from residual_mass.benchmarks.catalogue import both_scores
 from residual_mass.benchmarks.generate import cut_to, encoded
-from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.files import jsonl, read_jsonl, sha256_of
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.study.specs import BackboneSpec, GenerateSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, MapsSpec
+from residual_mass.spec.specs import BackboneSpec, GenerateSpec
 from residual_mass.texts.frozen_prompts import load_prompts
 
 TASKS = ("ruler_cwe", "ruler_vt")

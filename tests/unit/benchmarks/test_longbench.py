@@ -11,7 +11,8 @@ import pytest
 from tests.small_assets import HAYSTACK
 
 from residual_mass.benchmarks import longbench
-from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, harness_requests
+from residual_mass.benchmarks.catalogue import Doc, harness_requests
+from residual_mass.spec.tasks import BENCHMARKS
 
 TASKS = tuple(task.name for task in BENCHMARKS["longbench"])
 QUESTION_TASKS = ("longbench_musique", "longbench_hotpotqa")

@@ -16,17 +16,10 @@ import yaml
 from tests.refusals import refused
 
 from residual_mass.benchmarks import prompts, ruler
-from residual_mass.benchmarks.catalogue import (
-    BENCHMARKS,
-    DoesNotFitError,
-    harness_config,
-    harness_requests,
-    seeded,
-    task_named,
-    tasks_of,
-)
+from residual_mass.benchmarks.catalogue import DoesNotFitError, harness_config, harness_requests, seeded
 from residual_mass.files import sha256_of
-from residual_mass.study.specs import PromptsSpec
+from residual_mass.spec.specs import PromptsSpec
+from residual_mass.spec.tasks import BENCHMARKS, task_named, tasks_of
 from residual_mass.texts import frozen_prompts
 
 pytestmark = pytest.mark.usefixtures("few_words")

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from residual_mass.benchmarks.catalogue import BENCHMARKS, Doc, both_scores, harness_config, saturated
+from residual_mass.benchmarks.catalogue import Doc, both_scores, harness_config, saturated
+from residual_mass.spec.tasks import BENCHMARKS
 
 pytestmark = pytest.mark.usefixtures("few_words")
 

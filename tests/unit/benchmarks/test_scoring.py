@@ -18,14 +18,15 @@ from tests.small_assets import freeze_prompts
 from tests.unit.test_metrics import LOSS
 
 from residual_mass.benchmarks import scoring
-from residual_mass.benchmarks.catalogue import BENCHMARKS, both_scores, tasks_of
-from residual_mass.benchmarks.columns import RESULTS, decoding_settings, decoding_words
-from residual_mass.benchmarks.statistics import holm, means, minimal_detectable_effect, sign_flip_p
+from residual_mass.benchmarks.catalogue import both_scores
 from residual_mass.files import jsonl
-from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.labels import METHODS
-from residual_mass.study.sections import Decoding
-from residual_mass.study.specs import BackboneSpec, ScoreSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import RESULTS, decoding_settings, decoding_words
+from residual_mass.spec.labels import METHODS
+from residual_mass.spec.sections import Decoding
+from residual_mass.spec.specs import BackboneSpec, ScoreSpec
+from residual_mass.spec.tasks import BENCHMARKS, tasks_of
+from residual_mass.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.texts.frozen_prompts import load_manifest, load_prompts
 
 Row = dict[str, Any]

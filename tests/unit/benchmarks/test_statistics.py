@@ -13,15 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residual_mass.benchmarks.statistics import (
-    EXACT,
-    Tasks,
-    holm,
-    means,
-    minimal_detectable_effect,
-    sign_flip_p,
-    skewed_interval,
-)
+from residual_mass.statistics import EXACT, Tasks, holm, means, minimal_detectable_effect, sign_flip_p, skewed_interval
 
 ROOT = Path(__file__).parents[3]
 scores_lists = st.lists(st.floats(0, 1), min_size=2, max_size=12)

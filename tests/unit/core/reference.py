@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from residual_mass.core.settings import AnchorSpec
+from residual_mass.spec.settings import AnchorSpec
 
 NEAR_TIE = 1e-5
 """Scores this close, relative to 1 + |score|, may swap their order in float32."""

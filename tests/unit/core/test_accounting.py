@@ -13,7 +13,7 @@ from torch import Tensor
 
 from residual_mass import core
 from residual_mass.core.accounting import sink_terms
-from residual_mass.core.settings import AnchorSpec
+from residual_mass.spec.settings import AnchorSpec
 
 SINK, TAIL, D, M = 2, 3, 5, 4
 

@@ -17,7 +17,7 @@ from residual_mass.core.output_matching import (
     output_errors,
     residual_losses,
 )
-from residual_mass.core.settings import AnchorSpec
+from residual_mass.spec.settings import AnchorSpec
 
 H, Q, G, L, D, M = 2, 4, 3, 30, 3, 5
 SINK, TAIL = 2, 3

@@ -10,9 +10,9 @@ import pytest
 import torch
 from reference import ReferenceRow, log_features
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 REZERO, HEDGEHOG = MapSpec(d_emb=20, d_phi=8), MapSpec("hedgehog", d_phi=8)
 LENGTH, QUERIES, DIM, SCALE = 96, 2, 16, 0.25

@@ -12,11 +12,11 @@ from tests.unit.model.test_packed import model as wide_model  # noqa: F401  # a 
 from transformers import LlamaForCausalLM
 
 from residual_mass import partial_generate
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.backends import BACKENDS, backend_for, loop_refusal
 from residual_mass.decode.session import make_arm
 from residual_mass.methods import METHODS, Method, QuantisedScan, ScanRegression, names
 from residual_mass.methods.served import backends_of
+from residual_mass.spec.settings import AnchorSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "library.md"
 SERVED = {

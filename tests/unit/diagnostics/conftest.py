@@ -10,9 +10,9 @@ import torch
 from tests.conftest import TINY, save_tiny, tiny_llama
 from tests.records import give_manifest, record
 
-from residual_mass.core.settings import MapSpec
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.settings import MapSpec
 
 
 @pytest.fixture

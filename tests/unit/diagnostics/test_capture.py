@@ -15,10 +15,10 @@ from tests.unit.diagnostics.conftest import with_groups_of_three
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import capture
 from residual_mass.model.loading import Backbone
-from residual_mass.study.specs import CaptureSpec
+from residual_mass.spec.settings import AnchorSpec, MapsSpec
+from residual_mass.spec.specs import CaptureSpec
 from residual_mass.texts.corpora import held_out_corpus
 
 LENGTH, QUERIES = 90, 3

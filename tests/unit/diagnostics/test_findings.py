@@ -22,7 +22,7 @@ from tests.unit.diagnostics.slow_claims import (
 )
 
 from residual_mass.diagnostics import findings
-from residual_mass.study.specs import FindingsSpec
+from residual_mass.spec.specs import FindingsSpec
 
 SPEC = FindingsSpec(
     study="test", budget_percent=4.0, corpus="wiki", length="1k", bootstrap_resamples=40, seed=0, recipe=1

@@ -12,10 +12,10 @@ from tests.conftest import TINY
 from tests.unit.diagnostics.conftest import random_maps, with_groups_of_three
 from tests.unit.diagnostics.test_capture import LENGTH, QUERIES, eager_attention
 
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec
 from residual_mass.diagnostics import kernels
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.study.specs import KernelsSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec
+from residual_mass.spec.specs import KernelsSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.training.teacher import record_traces
 

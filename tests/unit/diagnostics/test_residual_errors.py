@@ -13,7 +13,6 @@ import torch
 from tests.conftest import TINY
 from torch import Tensor
 
-from residual_mass.core.settings import AnchorSpec, MapsSpec
 from residual_mass.diagnostics import residual_errors
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import make_packs, visit_layers
@@ -22,7 +21,8 @@ from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.study.specs import ResidualErrorsSpec
+from residual_mass.spec.settings import AnchorSpec, MapsSpec
+from residual_mass.spec.specs import ResidualErrorsSpec
 
 LENGTH, QUERIES, PACKS = 90, 3, 3
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 16

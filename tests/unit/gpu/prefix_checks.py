@@ -17,14 +17,14 @@ from triton_fixtures import poisoned_scratch, small_blocks  # noqa: F401
 
 from residual_mass.core import rel_l1
 from residual_mass.core.accounting import Terms, key_features, summarise
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode import backends
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.prefix import ArmRows, PrefixLayer, Summary, arm_rows, build_prefix, read_prefix, terms_of
 from residual_mass.gpu import path, terms
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAPERS = ["topk", "topk_phi", "topk_phi_nosub"]

@@ -7,13 +7,13 @@ import torch
 from texts import Case, same, tiny_model
 from transformers import PreTrainedModel
 
-from residual_mass.core.settings import MapSpec
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.gpu import backend
 from residual_mass.gpu.backend import TritonBackend
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import MapSpec
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ from tests.conftest import tiny_llama
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.text import TextBatch
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 ANCHORS = AnchorSpec(2, 6)
 

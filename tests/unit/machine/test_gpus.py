@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from residual_mass import cli
-from residual_mass.core.settings import AnchorSpec, MapSpec, to_json
 from residual_mass.machine import gpus
-from residual_mass.study.specs import BackboneSpec, RuntimeSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec, to_json
+from residual_mass.spec.specs import BackboneSpec, RuntimeSpec
 
 HOLD = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), flush=True); sys.stdin.read()"
 SOURCE = str(Path(gpus.__file__).parents[2])

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from residual_mass.measure.command import Arguments
+from residual_mass.measure.arguments import Arguments
 from residual_mass.measure.documents import CHARACTERS, Text, read_texts, windows
 from residual_mass.texts.corpora import SEPARATOR
 

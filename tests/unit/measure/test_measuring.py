@@ -26,7 +26,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from residual_mass import __main__, cli
 from residual_mass.benchmarks import fidelity, force
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.decode.packed_backend import PackedCache
 from residual_mass.decode.packed_prompt import PackedPrompt
@@ -34,15 +33,16 @@ from residual_mass.decode.session import partial_kv
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json
 from residual_mass.measure import command
-from residual_mass.measure.command import Arguments
+from residual_mass.measure.arguments import Arguments, add_arguments
 from residual_mass.measure.distances import Measured, find_model, measure
 from residual_mass.measure.documents import Text, read_texts, windows
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.model.loading import backbone_identity, load_backbone, wrap_model
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.recipes import RECIPES
-from residual_mass.study.specs import BackboneSpec, FidelitySpec, ForceSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
+from residual_mass.spec.specs import BackboneSpec, FidelitySpec, ForceSpec
 
 METHODS = ("topk", "topk_moments", "scan4_regression_64")
 ARMS = (ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS for budget in (10.0, 20.0)))
@@ -56,7 +56,7 @@ def words(seed: int, count: int) -> str:
 
 def parsed(*arguments: str) -> Arguments:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_arguments(parser)
     return Arguments.of(parser.parse_args(arguments))
 
 

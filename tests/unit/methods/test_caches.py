@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from residual_mass import PackedCache, partial_kv
 from residual_mass.core.accounting import merge
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.prefix import arm_rows, build_prefix, prefix_terms
 from residual_mass.methods import METHODS, CacheOnly, Method, QuantisedScan, QuantisedValues, Rotated
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.selectors import restored
 from residual_mass.methods.served import packing_of
+from residual_mass.spec.settings import AnchorSpec
 
 CACHES = [method for method in METHODS if isinstance(method.selector, CacheOnly)]
 PACKED = [method for method in METHODS if packing_of(method) and not method.whole_prefix]

@@ -10,7 +10,6 @@ from tests.unit.methods.test_residuals import seen_of
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import merge
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.prefix import PrefixLayer, arm_rows, build_prefix, map_heads, prefix_terms, summarise_prefix
 from residual_mass.methods import (
     METHODS,
@@ -27,6 +26,7 @@ from residual_mass.methods import (
     WholeClusters,
 )
 from residual_mass.methods.arms import Arm
+from residual_mass.spec.settings import AnchorSpec
 
 ANCHORS = AnchorSpec(4, 16)
 D = 8

@@ -14,7 +14,6 @@ from residual_mass import methods
 from residual_mass.core.accounting import merge
 from residual_mass.core.moments import clusters, clusters_of
 from residual_mass.core.selection import Selected
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.prefix import arm_rows, build_prefix, prefix_terms
 from residual_mass.methods import (
     METHODS,
@@ -41,7 +40,9 @@ from residual_mass.methods import (
     WholeClusters,
     method_named,
 )
-from residual_mass.methods.arms import Arm, ArmSpec
+from residual_mass.methods.arms import Arm
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 L, JOIN = 60, 40
 MID = (torch.arange(L) >= 4) & (torch.arange(L) < 55) & (torch.arange(L) != 50)

@@ -17,17 +17,17 @@ from tests.unit.core import reference
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.generate import partial_generate
 from residual_mass.decode.session import partial_kv
 from residual_mass.methods import METHODS, Method
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import attention_hook, exact_attention
 from residual_mass.model.layers import attention_layers
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.study.labels import METHODS as PAPER
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.labels import METHODS as PAPER
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 ANCHORS = AnchorSpec(4, 16)
 STEPS = 12

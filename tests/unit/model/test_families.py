@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.decode.generate import partial_generate
 from residual_mass.decode.session import partial_kv
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import visible_columns
 from residual_mass.model.layers import Window, require_attention_alone
 from residual_mass.model.loading import Backbone
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 STEPS = 6

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from residual_mass.core.selection import partition
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.packed_backend import PackedCache
 from residual_mass.decode.session import Session, partial_kv
 from residual_mass.methods import (
@@ -22,6 +21,7 @@ from residual_mass.methods import (
     ScanRegression,
 )
 from residual_mass.model.loading import Backbone
+from residual_mass.spec.settings import AnchorSpec
 
 ANCHORS = AnchorSpec(2, 5)
 PROMPT, STEPS, FOLD = 60, 28, 8

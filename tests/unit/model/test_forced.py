@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from tests.unit.model.test_decoding import ANCHORS, SHAPES, backbone_of, random_maps
 from torch import Tensor, nn
 
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 ARMS = [ArmSpec("full")] + [
     ArmSpec(method, budget) for method in ("topk", "topk_phi", "topk_phi_nosub") for budget in (8.0, 15.0, 100.0)

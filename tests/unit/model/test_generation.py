@@ -13,10 +13,10 @@ from tests.unit.model.test_families import FEW, ids_of
 from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache, PreTrainedModel
 
-from residual_mass.core.settings import MapSpec
 from residual_mass.decode.generate import partial_generate
 from residual_mass.decode.session import Session, partial_kv
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import MapSpec
 
 BUDGET = 0.3
 models = pytest.mark.parametrize("name", ["Llama", "Gemma 3", "gpt-oss", "Llama 4"])

@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from residual_mass import PhiMaps, partial_generate, partial_kv
 from residual_mass.core.feature_maps import orthogonal_directions
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.backends import backend_for
 from residual_mass.decode.session import make_arm
 from residual_mass.methods import METHODS, Method
 from residual_mass.model.phi_maps import HeadShape
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import torch
 from tests.conftest import TINY, byte_tokenizer
 from tests.needs import GPU, needs
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.engine import SharedPrefillEngine
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 pytestmark = [pytest.mark.gpu, needs(GPU)]
 ARMS = [ArmSpec("full"), ArmSpec("topk", 20.0), ArmSpec("topk_phi", 20.0), ArmSpec("topk_phi_nosub", 20.0)]

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaModel, LlavaConfig, T5Config
 from residual_mass.measure.distances import find_model
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape
-from residual_mass.study.specs import BackboneSpec
+from residual_mass.spec.specs import BackboneSpec
 
 CPU = torch.device("cpu")
 UNREAD = "model.layers.1.mlp.up_proj.weight"

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from residual_mass.core.accounting import merge
 from residual_mass.core.measures import rel_l1
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.prefix import arm_rows, build_prefix, map_heads, prefix_terms, summarise_prefix
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.methods import names
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 HEADS, KV_HEADS, QUERIES, LENGTH, D = 4, 2, 3, 60, 8
 ANCHORS = AnchorSpec(2, 3)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from residual_mass import PackedCache, PhiMaps, partial_generate, partial_kv
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.methods import METHODS, Method
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.layers import device_of
 from residual_mass.model.loading import wrap_model
 from residual_mass.model.phi_maps import HeadShape
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 CPU = torch.device("cpu")
 SPREAD = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}

@@ -11,12 +11,12 @@ from torch import Tensor
 from residual_mass import methods
 from residual_mass.core.accounting import Terms, exact_terms
 from residual_mass.core.selection import exhaustive_topk, least_read
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, method_named
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.loading import Backbone
-from residual_mass.study.labels import METHODS as OF_THE_PAPER
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.labels import METHODS as OF_THE_PAPER
+from residual_mass.spec.settings import AnchorSpec
 
 STEPS = 10
 

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from tests.conftest import TINY, byte_tokenizer, save_tiny, tiny_llama
 from tokenizers.processors import TemplateProcessing
 
-from residual_mass.core.settings import MapSpec
 from residual_mass.files import sha256_of
 from residual_mass.model.loading import TEMPLATE_DATE, Backbone, encode, encode_chat, load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.spec.settings import MapSpec
 
 SHAPE = HeadShape(layers=2, query_heads=4, kv_heads=2, head_dim=6)
 

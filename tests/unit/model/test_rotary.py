@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
-from residual_mass.core.settings import AnchorSpec
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.lm_eval import PartialKV
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone
 from residual_mass.model.rotary import Frequencies, frequencies_of, text_lengths
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
 
 LIMIT, WIDTH, NEW = 64, 64, 12
 LENGTHS = (40, 58, 80)

@@ -19,13 +19,13 @@ from transformers.generation import BaseStreamer
 
 from residual_mass import PackedCache, PhiMaps, partial_decoding, partial_generate
 from residual_mass.core.accounting import Terms, exact_terms
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.session import make_arm
 from residual_mass.decode.text import TextBatch
 from residual_mass.decode.verify import Pass, accepted_or_drawn
 from residual_mass.methods import METHODS, Method, Residual, Seen, Step, method_named
 from residual_mass.model.phi_maps import HeadShape
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 BUDGET, NEW = 0.3, 24
 built = needs(KERNELS)

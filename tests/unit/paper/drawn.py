@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from sample_results import Row, distance_row, error_row, write_rows
 from tests.records import recorded
 
-from residual_mass.benchmarks.columns import FIDELITY
 from residual_mass.methods import names
 from residual_mass.paper.figures import FIGURES
 from residual_mass.paper.figures.style import paper_style
-from residual_mass.study.figures import kind_of
-from residual_mass.study.sections import Resampling
-from residual_mass.study.specs import FigureSpec
+from residual_mass.spec.columns import FIDELITY
+from residual_mass.spec.figures import kind_of
+from residual_mass.spec.sections import Resampling
+from residual_mass.spec.specs import FigureSpec
 
 Points = list[tuple[float, float]]
 TITLE = "Costs $5 & more_"

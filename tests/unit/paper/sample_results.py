@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.records import recorded
 
-from residual_mass.benchmarks.columns import FIDELITY, RESULTS
 from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS
 from residual_mass.files import csv_text
 from residual_mass.methods import method_named
+from residual_mass.spec.columns import FIDELITY, RESULTS
 
 ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
 MAPS = {"maps": "2k", "phi_sha": "a" * 64}

@@ -12,7 +12,7 @@ from tests.records import recorded
 from residual_mass.files import csv_text
 from residual_mass.paper import document, published
 from residual_mass.paper.tables import find
-from residual_mass.study.specs import TableSpec
+from residual_mass.spec.specs import TableSpec
 
 ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "paper_tables" / "templates"

@@ -10,7 +10,7 @@ import pytest
 from samples import FACTS, made, study_rows, written
 
 from residual_mass.paper import comparison, published
-from residual_mass.study.specs import ComparisonSpec
+from residual_mass.spec.specs import ComparisonSpec
 
 MODEL = published.MODELS["1b"]
 CELL = ["length", "method", "budget_percent"]

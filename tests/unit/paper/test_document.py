@@ -13,7 +13,7 @@ from tests.records import recorded
 from residual_mass.paper import document, published
 from residual_mass.paper.cells import read_frame
 from residual_mass.paper.latex import escape, render, run_pdf
-from residual_mass.study.specs import BackboneSpec, DocumentSpec, NumbersSpec
+from residual_mass.spec.specs import BackboneSpec, DocumentSpec, NumbersSpec
 
 BACKBONE = BackboneSpec("mini", "org/Small_LM", "r&d", "hub", "float32", "small", 4096, False, name="smol")
 

@@ -18,14 +18,14 @@ from sample_results import error_row
 from scipy.stats import spearmanr
 
 from residual_mass import methods
-from residual_mass.benchmarks.columns import DRAFTED
-from residual_mass.benchmarks.statistics import resampled
 from residual_mass.methods import method_named
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.paper.figures import FIGURES, run
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
 from residual_mass.paper.titles import method_title, text_title, title_parts, trained_at_title
-from residual_mass.study import figures as configured
+from residual_mass.spec import figures as configured
+from residual_mass.spec.columns import DRAFTED
+from residual_mass.statistics import resampled
 
 pytestmark = pytest.mark.filterwarnings("error")
 

@@ -15,7 +15,7 @@ from tests.records import recorded
 
 from residual_mass.paper import page
 from residual_mass.paper.figures.style import save
-from residual_mass.study.specs import BackboneSpec, ReportSpec
+from residual_mass.spec.specs import BackboneSpec, ReportSpec
 
 BACKBONE = BackboneSpec("mini", "org/Small<LM>", "r1", "hub", "float32", "small", 4096, False, name="smol")
 SPEC = ReportSpec("mini", (BACKBONE,), {"fidelity": "Small"}, budgets=(0.5, 1.0, 2.0), recommended="topk_phi")

@@ -20,7 +20,7 @@ from residual_mass.paper.cells import format_value
 from residual_mass.paper.figures.style import FIGURES, figure
 from residual_mass.paper.tables import find, layout
 from residual_mass.paper.tables.layout import table
-from residual_mass.study.specs import TableSpec
+from residual_mass.spec.specs import TableSpec
 
 TABULARS = Path(__file__).with_name("tabulars")
 PLACE = ["backbone", "benchmark", "task", "length", "budget_percent"]

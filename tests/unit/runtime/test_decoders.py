@@ -11,20 +11,20 @@ from tests.needs import GPU, needs
 from tests.unit.model.test_decoding import random_maps
 from transformers import PreTrainedModel
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.prefix import retrieved_by
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.gpu.backend import TritonBackend
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.runtime import latencies
 from residual_mass.runtime.latencies import TextDecoder
 from residual_mass.runtime.prototype import PrototypeDecoder
-from residual_mass.study.labels import METHODS
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.labels import METHODS
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 ANCHORS, STEPS, LENGTH = AnchorSpec(4, 16), 10, 150
 

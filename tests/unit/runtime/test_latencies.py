@@ -19,19 +19,19 @@ from tests.needs import GPU, KERNELS, needs
 from tests.records import give_manifest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.text import TextBatch
-from residual_mass.methods.arms import ArmSpec
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.runtime import latencies
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.runtime.traffic import copy_rates, step_traffic
-from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import RuntimeSpec
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.labels import METHODS
+from residual_mass.spec.settings import AnchorSpec, MapSpec
+from residual_mass.spec.specs import RuntimeSpec
 
 ANCHORS, MAP = AnchorSpec(4, 16), MapSpec(d_emb=24, d_phi=8)
 SPEC = RuntimeSpec(

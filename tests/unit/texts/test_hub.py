@@ -21,15 +21,16 @@ from tests.conftest import byte_tokenizer, tiny_llama
 from tests.small_hub import Repository, SmallHub, become, serving
 
 from residual_mass.benchmarks import ruler
-from residual_mass.benchmarks.catalogue import BENCHMARKS, harness_config, parts_of
+from residual_mass.benchmarks.catalogue import harness_config
 from residual_mass.benchmarks.prompts import examples_of
 from residual_mass.files import write_json
 from residual_mass.model.loading import load_backbone
+from residual_mass.spec.specs import BackboneSpec, PromptsSpec
+from residual_mass.spec.tasks import BENCHMARKS, parts_of
+from residual_mass.spec.texts import BABILONG, ESSAYS, HUB, LONGBENCH, REVISIONS, HubPart
 from residual_mass.study.prefetch import hub_needs, missing
-from residual_mass.study.specs import BackboneSpec, PromptsSpec
 from residual_mass.texts.corpora import held_out_corpus, training_corpus
 from residual_mass.texts.hub import commits_of, one_line_errors, prefetch
-from residual_mass.texts.names import BABILONG, ESSAYS, HUB, LONGBENCH, REVISIONS, HubPart
 
 PROMPTS = PromptsSpec("babilong", "4k", "bytes", "", "", "hub", "hub", examples=9, seed=0, recipe=1)
 TOKEN = "hf_never_to_be_seen"

@@ -11,10 +11,10 @@ import torch
 from tests.conftest import TINY
 from torch import Tensor
 
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.model.loading import Backbone
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
-from residual_mass.study.specs import TrainSpec, VariantSpec
+from residual_mass.spec.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
+from residual_mass.spec.specs import TrainSpec, VariantSpec
 from residual_mass.texts.corpora import Cycle, PackedDocuments
 from residual_mass.training.learner import QUERIES, HeldOut
 from residual_mass.training.teacher import LayerTrace, record_traces, with_targets

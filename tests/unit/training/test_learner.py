@@ -13,11 +13,11 @@ from torch import Tensor
 from residual_mass.core.feature_maps import log_kernel
 from residual_mass.core.score_matching import Weights
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import AnchorSpec, MapSpec
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.study.sections import ObjectiveSpec
+from residual_mass.spec.sections import ObjectiveSpec
+from residual_mass.spec.settings import AnchorSpec, MapSpec
 from residual_mass.training import learner, teacher
 from residual_mass.training.learner import MEASURES, HeldOut, held_out_rows, row_losses
 from residual_mass.training.teacher import LayerTrace, record_traces, with_targets

@@ -25,12 +25,12 @@ from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, param
 from torch import Tensor
 
 from residual_mass.core.selection import retrieved_count
-from residual_mass.core.settings import MapSpec, to_json
 from residual_mass.files import read_csv
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.study.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
-from residual_mass.study.specs import TrainSpec, VariantSpec
+from residual_mass.spec.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
+from residual_mass.spec.settings import MapSpec, to_json
+from residual_mass.spec.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.learner import HeldOut, learning_rate, positive_random_features, row_losses
 from residual_mass.training.teacher import LayerTrace, Passes, record_traces

@@ -12,7 +12,7 @@ from tests.needs import GPU, needs
 from tests.unit.training.conftest import OURS, SPEC, corpus, parameters
 
 from residual_mass.model.loading import load_backbone
-from residual_mass.study.sections import ObjectiveSpec, ReplaySpec
+from residual_mass.spec.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, needs(GPU)]

@@ -7,8 +7,8 @@ from pathlib import Path
 from residual_mass.paper.figures import fidelity, heads, kernels, residuals  # noqa: F401
 from residual_mass.paper.figures.style import FIGURES, caption_of, paper_style, save
 from residual_mass.provenance import Record
-from residual_mass.study.figures import kind_of
-from residual_mass.study.specs import FigureSpec
+from residual_mass.spec.figures import kind_of
+from residual_mass.spec.specs import FigureSpec
 
 __all__ = ["FIGURES", "caption_of", "run"]
 

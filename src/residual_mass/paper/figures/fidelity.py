@@ -11,8 +11,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from residual_mass.benchmarks.columns import DRAFT, FIDELITY, FOLLOWING, GREEDY, OWN
-from residual_mass.benchmarks.statistics import percentile_interval, resampled
 from residual_mass.files import read_csv, read_parquet
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import ALL_TASKS, numbers
@@ -29,7 +27,9 @@ from residual_mass.paper.figures.style import (
     panels,
 )
 from residual_mass.paper.titles import method_title, text_title, trained_at_title
-from residual_mass.study.specs import FigureSpec
+from residual_mass.spec.columns import DRAFT, FIDELITY, FOLLOWING, GREEDY, OWN
+from residual_mass.spec.specs import FigureSpec
+from residual_mass.statistics import percentile_interval, resampled
 
 TOKENS = ["text", "continuation", "state", "method", "budget_percent", "maps", "task", "index", "position", "full_nll"]
 PARTS = 4

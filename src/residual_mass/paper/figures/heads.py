@@ -25,7 +25,7 @@ from residual_mass.paper.figures.style import (
     plain,
 )
 from residual_mass.paper.titles import text_title
-from residual_mass.study.specs import FigureSpec
+from residual_mass.spec.specs import FigureSpec
 
 HEAD = ["layer", "head"]
 BUDGET = ["k", "budget_percent"]

@@ -27,7 +27,7 @@ from residual_mass.paper.figures.style import (
     plain,
 )
 from residual_mass.paper.titles import OURS, text_title, variant_title
-from residual_mass.study.specs import FigureSpec
+from residual_mass.spec.specs import FigureSpec
 
 SHOWN = 20_000
 """Maximum number of keys of one kind in a panel; more would hide each other."""

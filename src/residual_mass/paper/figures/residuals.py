@@ -29,7 +29,7 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.tables.residuals import ORACLES, compared, on_front
 from residual_mass.paper.titles import method_title, text_title, title_parts
-from residual_mass.study.specs import FigureSpec
+from residual_mass.spec.specs import FigureSpec
 
 COLOURS = (*PALETTE[:-1], "#8C564B", "#7F7F00")
 """Colours of selectors; black, the last colour of the palette, is that of the front."""

@@ -20,8 +20,8 @@ from matplotlib.ticker import AsinhLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from residual_mass.files import atomic_write
 from residual_mass.metrics import KL
-from residual_mass.study.figures import kind_of
-from residual_mass.study.specs import FigureSpec
+from residual_mass.spec.figures import kind_of
+from residual_mass.spec.specs import FigureSpec
 
 Draw = Callable[[FigureSpec, Sequence[Path]], Figure]
 

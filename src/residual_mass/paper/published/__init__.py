@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from residual_mass.core.settings import length_and_variant
-from residual_mass.study.labels import PUBLISHED
-from residual_mass.study.specs import TableSpec
+from residual_mass.spec.labels import PUBLISHED
+from residual_mass.spec.settings import length_and_variant
+from residual_mass.spec.specs import TableSpec
 
 MODELS = {"1b": "meta-llama/Llama-3.2-1B-Instruct", "3b": "meta-llama/Llama-3.2-3B-Instruct"}
 """The paper's backbones by their name in the CSVs."""

@@ -11,8 +11,8 @@ from residual_mass.paper import published
 from residual_mass.paper.cells import FORMS, LEFT_OUT, best, cross, looked_up, numbers, part, with_values
 from residual_mass.paper.tables.layout import RUNTIME, Rows, lengths, middle_budget, table
 from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, method_title, text_title
-from residual_mass.study.labels import METHODS, PUBLISHED
-from residual_mass.study.specs import TableSpec
+from residual_mass.spec.labels import METHODS, PUBLISHED
+from residual_mass.spec.specs import TableSpec
 
 ACCOUNTING = {
     "e_topk": METHOD_TITLES["topk"], "e_nosub": METHOD_TITLES["topk_phi_nosub"], "e_sub": METHOD_TITLES["topk_phi"],

@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 
-from residual_mass.core.settings import length_and_variant
 from residual_mass.paper import published
 from residual_mass.paper.cells import COMMON, SHAPE, cross, part
 from residual_mass.paper.titles import OWN_ROW, method_title, text_title
-from residual_mass.study.labels import METHODS
-from residual_mass.study.specs import TableSpec
+from residual_mass.spec.labels import METHODS
+from residual_mass.spec.settings import length_and_variant
+from residual_mass.spec.specs import TableSpec
 
 Rows = Mapping[str, pd.DataFrame]
 """Result rows by stage, as `cells.load` reads them."""

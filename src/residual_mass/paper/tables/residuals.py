@@ -6,15 +6,15 @@ import re
 
 import pandas as pd
 
-from residual_mass.benchmarks.columns import DRAFT, DRAFTED, FOLLOWING, OWN
 from residual_mass.methods import METHODS
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
 from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, part, with_values
 from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
 from residual_mass.paper.titles import method_title, text_title
-from residual_mass.study.labels import TOPK
-from residual_mass.study.specs import TableSpec
+from residual_mass.spec.columns import DRAFT, DRAFTED, FOLLOWING, OWN
+from residual_mass.spec.labels import TOPK
+from residual_mass.spec.specs import TableSpec
 
 ORACLES = [method.name for method in METHODS if method.oracle]
 RESIDUAL_KEYS = "backbone corpus length method budget_percent maps quantity"

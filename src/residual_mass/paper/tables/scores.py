@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 import pandas as pd
 
-from residual_mass.benchmarks.catalogue import BENCHMARKS, Data, too_long
-from residual_mass.benchmarks.columns import FOLLOWING, GOLD, GREEDY, OWN
-from residual_mass.core.settings import tokens_of
 from residual_mass.metrics import FIRST, KEPT, KL, LOG_PPL_RATIO, METRICS, NLL, SAME_TOP, Metric
 from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, part, texts, with_gains
 from residual_mass.paper.tables.layout import (
@@ -25,8 +22,11 @@ from residual_mass.paper.tables.layout import (
     table,
 )
 from residual_mass.paper.titles import OURS, method_title, text_title, trained_at_title, variant_title
-from residual_mass.study.labels import PUBLISHED
-from residual_mass.study.specs import TableSpec
+from residual_mass.spec.columns import FOLLOWING, GOLD, GREEDY, OWN
+from residual_mass.spec.labels import PUBLISHED
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.specs import TableSpec
+from residual_mass.spec.tasks import BENCHMARKS, Data, too_long
 
 KINDS: tuple[str, ...] = typing.get_args(Data)
 """Origins of examples, in the order in which titles name them."""

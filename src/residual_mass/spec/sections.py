@@ -14,9 +14,8 @@ from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from residual_mass.core.settings import MapSpec, Settings, later
-from residual_mass.diagnostics import PROMPT_PACKS
-from residual_mass.texts.names import MEASURED, TRAINED
+from residual_mass.spec.settings import MapSpec, Settings, later
+from residual_mass.spec.texts import MEASURED, PROMPT_PACKS, TRAINED
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError

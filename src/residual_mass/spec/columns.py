@@ -1,12 +1,10 @@
-"""Columns of the files of the benchmark stages, and the words in them; imports nothing heavy."""
+"""Columns of the files of the benchmark stages, and the words in them."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from residual_mass.study.sections import Decoding
+from residual_mass.spec.sections import Decoding
 
 RESULTS = (
     "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high "

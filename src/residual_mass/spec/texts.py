@@ -1,4 +1,4 @@
-"""Text corpora by name, and data sets of the Hugging Face hub with their pinned commits; imports nothing."""
+"""Text corpora by name, and data sets of the Hugging Face hub with their pinned commits."""
 
 from __future__ import annotations
 
@@ -51,3 +51,12 @@ HELD_OUT_ONLY = tuple(name for name in (*ASSETS, *HUB) if name not in TRAINED)
 """Corpora that no recipe trains on, for measurements on unseen sources."""
 MEASURED = (*ASSET_CORPORA, *HELD_OUT_ONLY)
 """Corpora to measure on."""
+
+CWE = "cwe"
+"""The corpus on which the paper makes its statements about common words."""
+PROMPT_PACKS = {CWE: "ruler_cwe", "needles": "niah_multikey_3"}
+"""Corpora that are not texts, with the RULER task whose prompts and answers their packs consist of.
+
+The prompts of `needles` hold only sentences that assign one UUID to another, and ask for one of them. The answer has
+about 30 tokens, enough for the decoded ones.
+"""

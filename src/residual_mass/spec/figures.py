@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from residual_mass.study import paths
+from residual_mass.spec import paths
 
 
 @dataclass(frozen=True)

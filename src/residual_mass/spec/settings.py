@@ -1,4 +1,4 @@
-"""Settings of the method: anchors, and the shape and labels of the feature maps.
+"""Settings of the method: anchors, and the shape and labels of the feature maps; and how specs become JSON.
 
 Plain frozen dataclasses, so that the library needs no parser; the pipeline reads them with pydantic.
 """

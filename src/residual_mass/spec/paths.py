@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from residual_mass.provenance import MANIFEST
-from residual_mass.study.labels import PUBLISHED
+from residual_mass.spec.labels import PUBLISHED
+
+MANIFEST = "manifest.json"
+"""Lists the files of a folder with their sha256."""
 
 PROMPTS = "results/prompts/{benchmark}_{tokenizer}_{length}/" + MANIFEST
 

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from residual_mass.benchmarks.columns import DENSE, OWN
-from residual_mass.core.settings import AnchorSpec, MapSpec, MapsSpec, Settings, later
 from residual_mass.files import read_json
-from residual_mass.methods.arms import ArmSpec
-from residual_mass.study.sections import (
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.columns import DENSE, OWN
+from residual_mass.spec.sections import (
     BackboneSettings,
     Continuations,
     Decoding,
@@ -24,12 +23,13 @@ from residual_mass.study.sections import (
     TrainingSettings,
     parsed,
 )
+from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec, Settings, later
 
 Spec = TypeVar("Spec")
 
 
 def parse_spec(spec: type[Spec], text: str) -> Spec:
-    """Returns the JSON object `text` as a spec; the inverse of `core.settings.to_json`.
+    """Returns the JSON object `text` as a spec; the inverse of `settings.to_json`.
 
     Raises:
         ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
@@ -177,7 +177,7 @@ class ScoreSpec(JobSpec, Resampling):
     arms: tuple[ArmSpec, ...] | None
     """Arms to score; null scores every arm that the generations hold."""
     decoding: str
-    """How the texts were generated: `benchmarks.columns.decoding_words`, which the result CSV repeats."""
+    """How the texts were generated: `columns.decoding_words`, which the result CSV repeats."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,135 @@
+"""The flags of the sub-command `measure`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from residual_mass.measure.names import distinct, plain, require_utf8, title_of
+from residual_mass.methods.arms import percent_written
+from residual_mass.spec.settings import tokens_of
+from residual_mass.spec.texts import ASSETS
+
+METHODS = ("topk", "topk_moments", "scan4_regression_64", "scan3_regression_32")
+"""Default of `--methods`, from many bytes a step to few; they need no training."""
+TIMED, LENGTHS = ("cache8", "scan4_regression_64"), ("1k", "4k", "16k", "32k")
+"""Defaults of `--latency`: methods, in addition to full attention, and lengths."""
+BASELINE = "topk"
+"""Method whose KL divides that of the others."""
+EMBEDDED = "smol"
+"""Name of the model that comes with the pinned wheels."""
+DEFAULT_TEXTS = ("wiki", "code")
+TEXT = (
+    "How much of the key-value cache may a model leave unread on these texts before its next token changes? Measures "
+    "methods and budgets against full attention, and recommends the cheapest that stays below a distance."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = TEXT
+    add = parser.add_argument
+    add("model", nargs="?", default=EMBEDDED,
+        help="folder of a model or OWNER/NAME on the hub (default: %(default)s, the embedded SmolLM2-135M-Instruct); "
+        "a file here is a text for the embedded model")  # fmt: skip
+    add("texts", nargs="*", metavar="text", help="text files, folders of them, or wiki, books or code (embedded)")
+    add("--length", default="1k", help="tokens of prompt: 512, 1k, 64k, ... (default: %(default)s)")
+    add("--documents", type=int, default=6, help="documents of each text (default: %(default)s)")
+    add("--tokens", type=int, default=32, help="tokens that follow each prompt (default: %(default)s)")
+    add("--methods", nargs="+", metavar="METHOD",
+        help=f"methods to compare; topk is always added (default: {' '.join(METHODS)})")  # fmt: skip
+    add("--budgets", nargs="+", default=("2", "4", "8"), metavar="PERCENT",
+        help="share of the prompt that is read exactly, in percent (default: 2 4 8)")  # fmt: skip
+    add("--target-kl", type=float, default=0.01, metavar="NATS",
+        help="largest acceptable mean KL(full || method) of the next token (default: %(default)s)")  # fmt: skip
+    add("--latency", nargs="*", metavar="TOKENS",
+        help="time decode steps at these lengths instead, on random keys (default: 1k 4k 16k 32k)")  # fmt: skip
+    add("--special-tokens", action="store_true",
+        help="read names of special tokens in files, such as <|im_end|>, as tokens (default: as text)")  # fmt: skip
+    add("--phi", type=Path, metavar="FILE", help="feature maps of this model, for methods with phi in their name")
+    add("--seed", type=int, default=0, help="seed of the documents and of resampling (default: %(default)s)")
+    add("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
+    add("--assets", type=Path, metavar="DIR",
+        help="folder of the embedded model and texts (default: results/assets if there, or in the cache)")  # fmt: skip
+    add("--out", type=Path, default=Path("measured"), metavar="DIR",
+        help="folder in which each answer gets its own folder (default: %(default)s)")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags of the command; budgets in percent of the prompt, anchors included."""
+
+    model: str
+    texts: tuple[str, ...]
+    length: str
+    documents: int
+    tokens: int
+    methods: tuple[str, ...]
+    budgets: tuple[float, ...]
+    target_kl: float
+    latency: tuple[str, ...] | None
+    special_tokens: bool
+    phi: Path | None
+    seed: int
+    device: str | None
+    assets: Path
+    out: Path
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Arguments:
+        """Checks the flags; raises ValueError for a number out of range, or a budget that looks like a share."""
+        for name in ("documents", "tokens"):
+            if getattr(options, name) < 1:
+                raise ValueError(f"--{name} is {getattr(options, name)}, not 1 or more")
+        if not 0 < options.target_kl < math.inf:
+            raise ValueError(f"--target-kl is {options.target_kl:g}; write a distance above 0 in nats, such as 0.01")
+        given = {field.name: getattr(options, field.name) for field in fields(cls)}
+        if options.model in ASSETS or os.path.isfile(options.model):  # a text for the embedded model
+            given |= {"model": EMBEDDED, "texts": [options.model, *options.texts]}
+        given["model"] = given["model"] if given["model"] == EMBEDDED else plain(given["model"])
+        given["texts"] = distinct(given["texts"] or DEFAULT_TEXTS)
+        if options.assets is None:
+            given["assets"] = _assets(needed=given["model"] == EMBEDDED or not ASSETS.keys().isdisjoint(given["texts"]))
+        for name in ("assets", "out", "phi"):
+            require_utf8(str(given[name]), f"--{name}")
+        if options.latency is None:
+            given["methods"] = tuple(dict.fromkeys((BASELINE, *(options.methods or METHODS))))
+        else:
+            try:
+                given["latency"] = tuple(sorted({*(options.latency or LENGTHS)}, key=tokens_of))
+            except ValueError as error:
+                raise ValueError(f"--latency: {error}") from None
+            given["methods"] = tuple(dict.fromkeys(options.methods or TIMED))
+        given["budgets"] = tuple(dict.fromkeys(map(percent_written, options.budgets)))
+        return cls(**given)
+
+    @property
+    def name(self) -> str:
+        """Name of the model in titles and files."""
+        return title_of(self.model)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return tokens_of(self.length)
+
+    @property
+    def document_tokens(self) -> int:
+        """Length of a document: a prompt, the token after it, and the continuation."""
+        return self.prompt_tokens + 1 + self.tokens
+
+
+def _assets(needed: bool) -> Path:
+    """Returns the folder of the embedded model and texts: in the checkout, else in the user's cache.
+
+    Raises:
+        ValueError: it is needed, and the user has no home folder.
+    """
+    checkout = Path("results", "assets")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if checkout.is_dir():
+        return checkout
+    if needed and cache.parts[0] == "~":
+        raise ValueError("there is no home folder for the embedded model and texts; name a folder with --assets")
+    return cache / "residual-mass" / "assets"

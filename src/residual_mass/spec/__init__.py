@@ -1,0 +1,1 @@
+"""What stages and the workflow agree on: settings, specs, names of files, columns, tasks and texts; without torch."""
