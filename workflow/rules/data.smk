@@ -47,7 +47,8 @@ rule prompts:
         mem_mb=4000,
         runtime=240,
     params:
-        **plan.params("prompts"),
+        stage="prompts",
+        spec=plan.spec("prompts"),
         files=flags,
     message:
         "{rule} {wildcards}"

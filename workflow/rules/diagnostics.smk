@@ -19,7 +19,8 @@ rule capture:
         mem_mb=machine.with_gpu(64000, 6000),
         runtime=machine.with_gpu(240, 120),
     params:
-        **plan.params("capture"),
+        stage="capture",
+        spec=plan.spec("capture"),
         files=flags,
     message:
         "{rule} {wildcards}"
@@ -37,7 +38,8 @@ use rule capture as kernels with:
     benchmark:
         "logs/kernels/{backbone}_{corpus}_{length}.tsv"
     params:
-        **plan.params("kernels"),
+        stage="kernels",
+        spec=plan.spec("kernels"),
 
 
 use rule capture as residual_errors with:
@@ -51,7 +53,8 @@ use rule capture as residual_errors with:
     benchmark:
         "logs/residual_errors/{backbone}_{length}.tsv"
     params:
-        **plan.params("residual_errors"),
+        stage="residual-errors",
+        spec=plan.spec("residual_errors"),
 
 
 use rule capture as runtime with:
@@ -66,7 +69,8 @@ use rule capture as runtime with:
     priority: 50  # early, while there are few other jobs, because it takes the whole machine
     threads: machine.all_of_the_cores
     params:
-        **plan.params("runtime"),
+        stage="runtime",
+        spec=plan.spec("runtime"),
 
 
 use rule score as findings with:
@@ -80,4 +84,5 @@ use rule score as findings with:
     benchmark:
         "logs/findings/{backbone}.tsv"
     params:
-        **plan.params("findings"),
+        stage="findings",
+        spec=plan.spec("findings"),

@@ -19,7 +19,8 @@ rule generate:
         mem_mb=machine.with_gpu(64000, 6000),
         runtime=machine.with_gpu(1440, 240),
     params:
-        **plan.params("generate"),
+        stage="generate",
+        spec=plan.spec("generate"),
         files=flags,
         # Not declared as an output, so that finished rows outlive an interrupted job.
         store=paths.STORE,
@@ -45,7 +46,8 @@ use rule generate as force with:
         mem_mb=machine.with_gpu(64000, 6000),
         runtime=machine.with_gpu(480, 240),
     params:
-        **plan.params("force"),
+        stage="force",
+        spec=plan.spec("force"),
         store=paths.FORCED_STORE,
 
 
@@ -67,7 +69,8 @@ rule score:
         mem_mb=4000,
         runtime=60,
     params:
-        **plan.params("score"),
+        stage="score",
+        spec=plan.spec("score"),
         files=flags,
     message:
         "{rule} {wildcards}"
@@ -94,7 +97,8 @@ use rule score as fidelity with:
     benchmark:
         "logs/fidelity/{backbone}_{length}.tsv"
     params:
-        **plan.params("fidelity"),
+        stage="fidelity",
+        spec=plan.spec("fidelity"),
 
 
 rule mismatch:

@@ -13,7 +13,8 @@ use rule score as table with:
     benchmark:
         "logs/table/{study}_{label}.tsv"
     params:
-        **plan.params("table"),
+        stage="table",
+        spec=plan.spec("table"),
 
 
 use rule mismatch as published_table with:
@@ -41,7 +42,8 @@ use rule score as comparison with:
     benchmark:
         "logs/comparison/{study}.tsv"
     params:
-        **plan.params("comparison"),
+        stage="comparison",
+        spec=plan.spec("comparison"),
 
 
 use rule score as numbers with:
@@ -54,7 +56,8 @@ use rule score as numbers with:
     benchmark:
         "logs/numbers/{study}.tsv"
     params:
-        **plan.params("numbers"),
+        stage="numbers",
+        spec=plan.spec("numbers"),
 
 
 use rule score as figure with:
@@ -68,7 +71,8 @@ use rule score as figure with:
     benchmark:
         "logs/figure/{study}_{label}.tsv"
     params:
-        **plan.params("figure"),
+        stage="figure",
+        spec=plan.spec("figure"),
 
 
 use rule score as document with:
@@ -81,7 +85,8 @@ use rule score as document with:
     benchmark:
         "logs/document/{study}.tsv"
     params:
-        **plan.params("document"),
+        stage="document",
+        spec=plan.spec("document"),
 
 
 use rule mismatch as document_pdf with:
@@ -107,4 +112,5 @@ use rule score as report with:
     benchmark:
         "logs/report.tsv"
     params:
-        **plan.params("report"),
+        stage="report",
+        spec=plan.spec("report"),

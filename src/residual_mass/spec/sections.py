@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -490,6 +490,11 @@ def _message(settings: type[Any], error: ValidationError, where: str) -> str:
     problem = words.get(first["type"]) or f"{first['msg']}, not {reprlib.repr(first['input'])}"
     hint = "`python -m residual_mass.study.reference` explains the keys"
     return f"{f'{place}: ' if place else ''}{problem}; {hint}"
+
+
+def fields_of(section: type[Settings], values: Settings) -> dict[str, Any]:
+    """Returns the fields of a section from an instance of it, for a spec that inherits from the section."""
+    return {field.name: getattr(values, field.name) for field in fields(section)}  # type: ignore[arg-type]
 
 
 def section_of(key: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ again only if a value changes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,17 +35,6 @@ def parse_spec(spec: type[Spec], text: str) -> Spec:
         ValueError: not JSON, or a key is unknown, missing or wrong; one line that names it.
     """
     return parsed(spec, text, "spec.")
-
-
-def filled(spec: type[Spec], *sources: Any, **given: Any) -> Spec:
-    """Returns a spec. A field that is not given is taken from the source that has it; TypeError if several have it."""
-    for name in (each.name for each in fields(spec) if each.name not in given):  # type: ignore[arg-type]
-        match [source for source in sources if hasattr(source, name)]:
-            case [source]:
-                given[name] = getattr(source, name)
-            case [_, *_]:
-                raise TypeError(f"{spec.__name__}.{name} is in several sources; give it")
-    return spec(**given)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 from snakemake.io import report
 
-from residual_mass.study.plan import Plan, Wildcards
+from residual_mass.study.checkout import Wildcards
+from residual_mass.study.plan import Plan
 
 
 @dataclass(frozen=True)
