@@ -23,6 +23,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Log
 from transformers.generation.configuration_utils import GenerationMode
 
 from residual_mass.decode.backends import backend_for, loop_refusal
+from residual_mass.decode.compiled import step_for
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_steps, require_supported
 from residual_mass.decode.text import TextBatch
@@ -58,6 +59,7 @@ def partial_generate(
     eos_token_id: int | list[int] | None = None,
     verify: int | None = None,
     passes: list[Pass] | None = None,
+    compile: bool | str = "auto",
 ) -> Tensor:
     """Generates greedily, as `model.generate` with `partial_decoding`, which chooses the fastest step for the method.
 
@@ -66,7 +68,7 @@ def partial_generate(
         method, budget, phi, num_sink, num_tail: as for `partial_kv`.
         eos_token_id: token or tokens that end the text; None takes those of the model's generation config, and an
             empty list disables them.
-        verify, passes: as for `partial_decoding`.
+        verify, passes, compile: as for `partial_decoding`.
 
     Returns:
         The prompt and up to `max_new_tokens` new tokens, the last of which may be an end token: [1, L + T].
@@ -84,7 +86,7 @@ def partial_generate(
         raise ValueError(f"partial_generate takes one prompt [1, L], not {list(input_ids.shape)}; use partial_kv")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
-    decoding = partial_decoding(method, budget, phi, num_sink, num_tail, verify, passes)
+    decoding = partial_decoding(method, budget, phi, num_sink, num_tail, verify, passes, compile=compile)
     attention_layers(model)
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
@@ -112,6 +114,7 @@ def partial_decoding(
     verify: int | None = None,
     passes: list[Pass] | None = None,
     streamer: BaseStreamer | None = None,
+    compile: bool | str = "auto",
 ) -> Callable[..., Any]:
     """Returns a decoding loop for `model.generate(**inputs, custom_generate=partial_decoding(...))`.
 
@@ -131,12 +134,17 @@ def partial_decoding(
             one's distribution.
         passes: list to which the record of each pass is appended.
         streamer: receives the prompt and every token, because `generate` passes its own to no `custom_generate`.
+        compile: whether `torch.compile` makes one graph of a step, on a CPU: it takes up to a minute or two the first
+            time, some seconds in a later process, and nothing in a later call. "auto" compiles if so many tokens are
+            asked for that it repays. Logits differ by rounding.
 
     Raises:
         ValueError: as for `partial_kv`; verify is out of range, or the method has no partial step; when called, an
-            option of `generate` is not supported.
+            option of `generate` is not supported, or compile is True and the model cannot be compiled.
     """
     rule = method_named(method)
+    if compile not in (True, False, "auto"):
+        raise ValueError(f'compile is {compile!r}, not True, False or "auto"')
     if verify is not None and (type(verify) is not int or not 1 <= verify <= MOST):
         raise ValueError(
             f"verify is {verify!r}, not a number of drafts from 1 to {MOST}: a longer draft does not fit the window of "
@@ -166,6 +174,8 @@ def partial_decoding(
         if streamer is not None:
             streamer.put(input_ids.cpu())
         if refusal is not None:
+            if compile is True:
+                raise ValueError(f"compile=True is for our own loop, and {refusal}; leave compile out")
             if PackedBackend.refusal(model, arm) is None and takes_packed(model, input_ids, config, options):
                 options["past_key_values"] = PackedCache(model, rule)
             with warnings.catch_warnings(), partial_kv(model, rule, budget, phi, num_sink, num_tail):
@@ -174,7 +184,7 @@ def partial_decoding(
         real = padding_of(options.get("attention_mask"))
         room = MOST if config.max_length is None else config.max_length - input_ids.shape[1]
         backend = backend_for(model, arm, anchors, phi, cache, crop=verify is not None, room=room)
-        text = TextBatch(model, backend, real)
+        text = TextBatch(model, backend, real, step_for(model, compile, len(input_ids), room))
         return Decoding(
             text,
             config,

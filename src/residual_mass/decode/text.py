@@ -11,15 +11,18 @@ vocabulary, D = head dimension.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.decode.backend import Backend
+from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
 from residual_mass.model.layers import Window, attention_layers, text_config, window_of
 
@@ -31,20 +34,28 @@ class TextBatch:
         model: one that `loop_refusal` does not refuse.
         backend: owns the keys and values; it may hold earlier turns.
         real: [B, C] bool, False on padding, of the columns that are held and of those to read; None without padding.
+        compiled: takes steps, if the backend does not replay them; None calls the model itself.
 
     Attributes:
         tokens: number of columns that the backend holds, padding included.
     """
 
-    def __init__(self, model: PreTrainedModel, backend: Backend, real: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: Backend,
+        real: Tensor | None = None,
+        compiled: CompiledStep | None = None,
+    ) -> None:
         self.model = model
         self.backend = backend
         self.real = real
         self.tokens = backend.cache.get_seq_length()
         layers = attention_layers(model)
-        self.layers = layers
+        self.layers = {layer.layer_idx: layer for layer in layers}
         self.configs = configs_of(model, layers)
         self.windows = {layer.layer_idx: window_of(layer) for layer in layers}
+        self.compiled = compiled
         self._count = TokenCount(self) if getattr(text_config(model), "attn_temperature_tuning", False) else None
         self._called: set[int] = set()
         self._attend: Callable[..., Tensor] = backend.read
@@ -58,7 +69,7 @@ class TextBatch:
 
     def step(self, ids: Tensor) -> Tensor:
         """Reads one new token of each text, [B, 1], through the method; returns the logits [B, 1, V] after it."""
-        step = functools.partial(self._forward, self.backend.step, logits_to_keep=1)
+        step = functools.partial(self._forward, self.backend.step, keep=1, compiled=self.compiled)
         logits = self.backend.replayed(step, ids, self._positions(ids))
         self.tokens += 1
         return logits
@@ -82,26 +93,40 @@ class TextBatch:
             self.backend.cache.reset()
         self.tokens = 0
 
-    def _forward(self, attend: Callable[..., Tensor], ids: Tensor, positions: Tensor, logits_to_keep: int) -> Tensor:
+    def _forward(
+        self,
+        attend: Callable[..., Tensor],
+        ids: Tensor,
+        positions: Tensor,
+        keep: int,
+        compiled: CompiledStep | None = None,
+    ) -> Tensor:
         self._attend = attend
         self._called.clear()
         self._masks.clear()
+        mask = torch.ones(len(ids), 1, 0, 0, dtype=torch.bool, device=ids.device)
         with called(self):
-            # A mask of four dimensions is passed on as it is, so that transformers makes none.
-            mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
-            output = self.model(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=mask,
-                past_key_values=self._count,
-                use_cache=False,
-                logits_to_keep=logits_to_keep,
-                return_dict=True,
-            )
+            if compiled is None:
+                logits = logits_of(self.model, ids, positions, mask, self._count, keep)
+            else:
+                logits = self._compiled_logits(compiled, ids, positions, mask)
         if len(self._called) < len(self.windows):
             missing = sorted(set(self.windows) - self._called)
             raise RuntimeError(f"layers {missing} of {type(self.model).__name__} bypassed the attention function")
-        return output.logits
+        return logits
+
+    def _compiled_logits(self, compiled: CompiledStep, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Returns the logits of a compiled step; of the model itself from now on, if it cannot be compiled."""
+        # A graph is for one memory layout, and these can be views of longer tensors.
+        ids = ids.clone(memory_format=torch.contiguous_format)
+        positions = positions.clone(memory_format=torch.contiguous_format)
+        try:
+            return compiled(self.model, ids, positions, mask)
+        except TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(f"steps of {type(self.model).__name__} are not compiled: {reason}", stacklevel=2)
+            self.compiled = None
+            return logits_of(self.model, ids, positions, mask, self._count, 1)
 
     def _positions(self, ids: Tensor) -> Tensor:
         """Returns the positions [B, T] of new tokens, counted without padding; 0 on padding."""
@@ -115,9 +140,9 @@ class TextBatch:
         positions = self.real.cumsum(1) - 1
         return positions.clamp_min(0)[:, self.tokens : end]
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Computes the attention [B, T, Hq, D] of a layer; arguments as for `Backend.read`."""
-        index = module.layer_idx
+        module = self.layers[index]
         if index in self._called:
             raise ValueError(f"{type(module).__name__} attends several times to one token, which is not supported")
         self._called.add(index)
@@ -182,7 +207,7 @@ def called(text: TextBatch) -> Iterator[None]:
     Raises:
         ValueError: `partial_kv` or another context has hooked the model's attention.
     """
-    if any(hasattr(layer, "residual_mass_handler") for layer in text.layers):
+    if any(hasattr(layer, "residual_mass_handler") for layer in text.layers.values()):
         raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
     before = getattr(running, "text", None)
     with switched(text.configs):

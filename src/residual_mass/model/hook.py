@@ -168,7 +168,24 @@ def _attention_with_sinks(
     return output[:, 1:] if causal else output
 
 
-@torch.compiler.disable  # handlers keep states in Python, which a compiled graph would not see change
+@torch.library.custom_op("residual_mass::attend", mutates_args=())
+def attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    """Computes the attention of a layer of the text whose call runs in this thread; opaque to `torch.compile`.
+
+    Args:
+        query: [B, Hq, Lq, D]; key and value: [B, Hkv, Lq, D], of the new tokens.
+
+    Returns:
+        [B, Lq, Hq, D] of values.
+    """
+    return running.text.attend(layer, query, key, value, scale).contiguous()
+
+
+@attend.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+
+
 def _dispatch(
     module: nn.Module,
     query: Tensor,
@@ -178,13 +195,30 @@ def _dispatch(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    if torch.compiler.is_compiling() and attention_mask is not None and attention_mask.numel() == 0:
+        # A text of ours, whose prompt was read by the other way, which checks the options.
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(query, key, value, module.layer_idx, scale), None
+    return _handled(module, query, key, value, attention_mask, scaling, **options)
+
+
+@torch.compiler.disable  # handlers keep states in Python, which a compiled graph would not see change
+def _handled(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     text = getattr(running, "text", None)
     handler = getattr(module, "residual_mass_handler", None)
     if text is None and handler is None:  # another thread calls the model meanwhile
         return _original_attention(module, query, key, value, attention_mask, scaling, **options)
     scale = scale_of(module, query, scaling, options)
     if text is not None:
-        return text.attend(module, query, key, value, scale), None
+        return text.attend(module.layer_idx, query, key, value, scale), None
     mask = visible_columns(module, attention_mask)
     return handler(module, query, key, value, mask, scale), None
 

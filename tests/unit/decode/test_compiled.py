@@ -1,0 +1,211 @@
+"""A compiled step, against the model itself: the same logits, and one graph for all texts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tests.needs import KERNELS, needs
+from tests.unit.model.families import FAMILIES, Family, cases
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from residual_mass import PackedCache, partial_decoding, partial_generate
+from residual_mass.decode import compiled
+from residual_mass.decode.backends import loop_refusal
+
+SCAN = "scan4_regression_64"
+
+
+def small_model(model_class: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:
+    """One layer, in float64, so that the order of operations in a graph flips no 8-bit code."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, initializer_range=0.2, bos_token_id=0,
+        eos_token_id=None, pad_token_id=1,
+    )  # fmt: skip
+    return model_class(config).double().eval()
+
+
+def ids_of(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(2, 97, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def answered(model: PreTrainedModel, ids: Tensor, tokens: int, compile: bool | str, method: str, **options):  # noqa: ANN003, ANN201
+    verify = options.pop("verify", None)
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(
+        ids,
+        max_new_tokens=tokens,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        custom_generate=partial_decoding(method, 0.1, verify=verify, compile=compile),
+        **options,
+    )
+
+
+def assert_same(ours, theirs, tolerance: float = 2e-3) -> None:  # noqa: ANN001
+    """Logits agree to a flipped code (frequencies of rotary embeddings are float32), and so do tokens up to a tie."""
+    for own, their in zip(ours.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(own, their, atol=tolerance, rtol=0)
+        if not torch.equal(own.argmax(-1), their.argmax(-1)):
+            return
+    assert torch.equal(ours.sequences, theirs.sequences)
+
+
+@needs(KERNELS)
+def test_texts_that_grow_over_turns_and_files_take_one_graph(tmp_path: Path) -> None:
+    model = small_model()
+    before = graphs()
+    caches = {compile: PackedCache(model, SCAN) for compile in (True, False)}
+    texts = {compile: ids_of(1, 150) for compile in (True, False)}
+    for turn, tokens in enumerate((500, 20, 20)):
+        outputs = {}
+        for compile in (True, False):
+            outputs[compile] = answered(model, texts[compile], tokens, compile, SCAN, past_key_values=caches[compile])
+            more = ids_of(1, 30, seed=turn)
+            texts[compile] = torch.cat((outputs[compile].sequences, more), 1)
+            caches[compile].save(tmp_path / "state.safetensors")
+            caches[compile] = PackedCache(model, SCAN).load(tmp_path / "state.safetensors")
+        assert_same(outputs[True], outputs[False])
+    short = ids_of(1, 9)
+    for method, options in (("full", {}), ("topk_moments", {}), (SCAN, {"verify": 3})):
+        ours = answered(model, short, 12, True, method, **options)
+        assert_same(ours, answered(model, short, 12, False, method, **options))
+    assert graphs() == before + 1
+
+
+def test_a_padded_batch_takes_one_graph() -> None:
+    model = small_model()
+    before = graphs()
+    for length in (20, 33):
+        ids = ids_of(2, length)
+        mask = torch.ones_like(ids)
+        mask[0, :7] = 0
+        options = {"attention_mask": mask, "past_key_values": DynamicCache()}
+        ours = answered(model, ids, 70, True, "topk_moments", **options)
+        options["past_key_values"] = DynamicCache()
+        assert_same(ours, answered(model, ids, 70, False, "topk_moments", **options))
+    assert graphs() == before + 1
+
+
+def test_texts_of_many_tokens_are_compiled_by_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled, "cache_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(compiled, "REPAID", 30)
+    monkeypatch.setattr(compiled, "REPAID_FROM_DISK", 20)
+    model = small_model()
+    before = graphs()
+    for tokens, made in ((29, 0), (30, 1), (5, 1)):
+        partial_generate(model, ids_of(1, 9), max_new_tokens=tokens, method="topk")
+        assert graphs() == before + made
+    again = small_model()  # whose graph is on disk now
+    for tokens, made in ((19, 1), (20, 2)):
+        partial_generate(again, ids_of(1, 9), max_new_tokens=tokens, method="topk")
+        assert graphs() == before + made
+
+
+class Unsure(LlamaForCausalLM):
+    """Cannot become one graph: what it does depends on numbers."""
+
+    def forward(self, *args, **options):  # noqa: ANN002, ANN003, ANN201
+        output = super().forward(*args, **options)
+        if output.logits.sum() > 0:
+            output.logits = output.logits.clone()
+        return output
+
+
+def test_a_model_that_cannot_be_compiled_runs_as_it_is_after_a_line() -> None:
+    model = small_model(Unsure)
+    with pytest.warns(UserWarning, match="steps of Unsure are not compiled: "):
+        ours = answered(model, ids_of(1, 20), 10, True, "topk_moments")
+    assert_same(ours, answered(model, ids_of(1, 20), 10, False, "topk_moments"), tolerance=0)
+
+
+def test_what_cannot_be_compiled_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model()
+    ids = ids_of(1, 9)
+    with pytest.raises(ValueError, match="^compile is 'always', not True, False or \"auto\"$"):
+        partial_generate(model, ids, max_new_tokens=2, method="topk", compile="always")
+    with pytest.raises(ValueError, match="^compile=True is for our own loop, and it reads only token ids"):
+        answered(model, ids, 2, True, "topk", output_hidden_states=True)
+    monkeypatch.setenv("CXX", "a-compiler-that-is-not-there")
+    with pytest.raises(ValueError, match="^compile=True is not possible: there is no C\\+\\+ compiler a-compiler"):
+        partial_generate(model, ids, max_new_tokens=2, method="topk", compile=True)
+    llama4 = next(family for family in FAMILIES if family.name == "Llama 4").build()
+    monkeypatch.delenv("CXX")
+    with pytest.raises(ValueError, match="^compile=True is not possible: Llama4ForCausalLM looks up"):
+        partial_generate(llama4, ids, max_new_tokens=2, method="topk", compile=True)
+
+
+def test_other_threads_call_the_model_as_it_is_while_a_compiled_text_is_decoded() -> None:
+    model = small_model()
+    ids = ids_of(1, 40)
+    plain = model(ids).logits.detach()
+    wrong = []
+    ended = threading.Event()
+
+    def call() -> None:
+        while not ended.is_set():
+            with torch.no_grad():
+                wrong.append(not torch.equal(model(ids).logits, plain))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        ours = answered(model, ids, 30, True, "topk_moments")
+    finally:
+        ended.set()
+        thread.join()
+    assert wrong and not any(wrong)
+    assert_same(ours, answered(model, ids, 30, False, "topk_moments"))
+
+
+@pytest.mark.slow
+def test_a_second_process_reads_the_graph_from_disk(tmp_path: Path) -> None:
+    script = """
+import torch
+from torch._dynamo.utils import counters
+from tests.unit.decode.test_compiled import answered, ids_of, small_model
+from residual_mass.decode.compiled import _record
+model = small_model()
+print(_record(model, 1).is_file(), end=" ")
+answered(model, ids_of(1, 20), 5, True, "topk_moments")
+print(counters["inductor"]["fxgraph_cache_hit"], counters["stats"]["unique_graphs"], _record(model, 1).is_file())
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    printed = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        printed.append(run.stdout.split())
+    assert printed == [["False", "0", "1", "True"], ["True", "1", "1", "True"]]
+
+
+@pytest.mark.slow
+@cases(family for family in FAMILIES if family.refusal is None)
+def test_every_family_is_one_graph_or_is_refused(family: Family) -> None:
+    model = family.build()
+    ids = ids_of(1, 40)
+    refusal = loop_refusal(model) or compiled.compile_refusal(model)
+    if refusal is not None:
+        with pytest.raises(ValueError, match="^compile=True is"):
+            answered(model, ids, 20, True, "topk_moments")
+        return
+    before = graphs()
+    options = {"eos_token_id": None}
+    ours = answered(model, ids, 20, True, "topk_moments", **options)
+    assert_same(ours, answered(model, ids, 20, False, "topk_moments", **options), tolerance=1e-4)
+    assert graphs() == before + 1
