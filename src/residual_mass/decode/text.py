@@ -26,6 +26,9 @@ from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
 from residual_mass.model.layers import Window, attention_layers, text_config, window_of
 
+PIECE = 1024
+"""Queries that a layer with a window reads at once."""
+
 
 class TextBatch:
     """A batch of texts that a model reads and continues through a backend.
@@ -59,7 +62,7 @@ class TextBatch:
         self._count = TokenCount(self) if getattr(text_config(model), "attn_temperature_tuning", False) else None
         self._called: set[int] = set()
         self._attend: Callable[..., Tensor] = backend.read
-        self._masks: dict[tuple[Window | None, int], Tensor | None] = {}
+        self._masks: dict[tuple[Window | None, int, int], Tensor | None] = {}
 
     def read(self, ids: Tensor) -> Tensor:
         """Reads a prompt, or more of it, [B, T], exactly; returns the logits [B, 1, V] after its last token."""
@@ -148,38 +151,46 @@ class TextBatch:
         self._called.add(index)
         window = self.windows[index]
         if window is None:
-            mask = self._mask(None, self.tokens + query.shape[2], query)
+            mask = self._mask(None, 0, self.tokens, query)
             return self._attend(module, query, key, value, mask, scale)
-        layer = self.backend.cache.layers[index]
-        keys, values = layer.update(key, value)
-        mask = self._mask(window, keys.shape[2], query)
-        return exact_attention(module, query, keys, values, mask, scale)
+        keys, values = self.backend.cache.layers[index].update(key, value)
+        outputs = []
+        for first in range(0, query.shape[2], PIECE):
+            # A piece of the queries at a time, so that masks are as wide as a window and a piece, not as the text.
+            piece = query[:, :, first : first + PIECE]
+            asking = self.tokens + first
+            oldest = self.tokens + query.shape[2] - keys.shape[2]
+            low = max(oldest, asking - window.size + 1)
+            seen = slice(low - oldest, asking + piece.shape[2] - oldest)
+            mask = self._mask(window, low, asking, piece)
+            outputs.append(exact_attention(module, piece, keys[:, :, seen], values[:, :, seen], mask, scale))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _mask(self, window: Window | None, columns: int, query: Tensor) -> Tensor | None:
-        """Returns the mask [B or 1, 1, T, columns] of the last columns; None for plain causal attention. Layers of a
-        kind share it.
+    def _mask(self, window: Window | None, low: int, asking: int, query: Tensor) -> Tensor | None:
+        """Returns the mask [B or 1, 1, T, C] of T queries from column `asking` on, which look at the columns from `low`
+        on; None for plain causal attention. Layers of a kind share it.
         """
-        key = window, columns
+        key = window, low, asking
         if key not in self._masks:
-            self._masks[key] = self._made_mask(window, columns, query.shape[2], query.device)
+            self._masks[key] = self._made_mask(window, low, asking, query.shape[2], query.device)
         return self._masks[key]
 
-    def _made_mask(self, window: Window | None, columns: int, new: int, device: torch.device) -> Tensor | None:
-        total = self.tokens + new
-        plain = self.real is None and (window is None or total <= window.size)
-        if plain and (new == 1 or self.tokens == 0):
+    def _made_mask(self, window: Window | None, low: int, asking: int, new: int, device: torch.device) -> Tensor | None:
+        total = asking + new
+        in_window = window is None or total <= window.size or (new == 1 and not window.chunked)
+        if self.real is None and in_window and (new == 1 or asking == 0):
             return None
-        held = torch.arange(total - columns, total, device=device)
-        asking = torch.arange(self.tokens, total, device=device).unsqueeze(1)
-        visible = (held <= asking)[None, None]
+        held = torch.arange(low, total, device=device)
+        queries = torch.arange(asking, total, device=device).unsqueeze(1)
+        visible = (held <= queries)[None, None]
         if self.real is None:
             start = torch.zeros((), dtype=torch.long, device=device)
         else:
-            visible = visible & self.real[:, None, None, total - columns : total]
-            visible = visible | (held == asking)  # padding sees itself: without any column its output would be NaN
+            visible = visible & self.real[:, None, None, low:total]
+            visible = visible | (held == queries)  # padding sees itself: without any column its output would be NaN
             start = self.real.int().argmax(1)[:, None, None, None]  # windows and chunks begin after the padding
         if window is not None:
-            visible = visible & (held - start >= window.first(asking - start))
+            visible = visible & (held - start >= window.first(queries - start))
         return visible
 
 

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
-from residual_mass.decode.generate import partial_generate
+from residual_mass.decode.generate import partial_decoding, partial_generate
 from residual_mass.decode.session import partial_kv
+from residual_mass.decode.text import PIECE
 from residual_mass.model.hook import visible_columns
 from residual_mass.model.layers import Window, require_attention_alone
 from residual_mass.model.loading import Backbone
@@ -102,6 +103,22 @@ def test_masks_that_add_to_scores_are_read_as_bool(dtype: torch.dtype) -> None:
     assert torch.equal(visible_columns(module, added), visible) and visible_columns(module, visible) is visible
     with pytest.raises(ValueError, match="^Identity adds a bias to scores by its mask"):
         visible_columns(module, added - 2)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "gpt-oss", "Llama 4", "Cohere 2"])
+def test_windows_are_read_in_pieces_of_a_long_prompt(name: str) -> None:
+    model = next(family for family in FAMILIES if family.name == name).build()
+    model.config.max_position_embeddings = 4096
+    ids = torch.randint(3, 90, (2, 2 * PIECE + 100), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, : PIECE + 30] = 0
+    for rows, visible in ((ids[1:], mask[1:]), (ids, mask)):
+        options = {"attention_mask": visible, "max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        plain = model.generate(rows, **options)
+        ours = model.generate(rows, custom_generate=partial_decoding("full"), **options)
+        for own, their in zip(ours.logits, plain.logits, strict=True):
+            torch.testing.assert_close(own, their, atol=1e-4, rtol=0)
 
 
 def test_windows_start_where_transformers_masks_do() -> None:
