@@ -115,3 +115,13 @@ def metric_of_mean(metrics: Iterable[Metric]) -> Metric:
             names = " and ".join(sorted(other.name for other in distinct))
             raise ValueError(f"no mean over {names}: {metric.name} is no score from 0 to 1; report them separately")
     return MEAN
+
+
+def budget_text(percent: float | None) -> str:
+    """Returns a budget as results and tables write it, with six significant digits; empty without a budget."""
+    return "" if percent is None or percent != percent else f"{percent:g}"
+
+
+def written_budget(percent: float) -> float:
+    """Returns a budget to the digits of `budget_text`, so that it equals the same budget read from a file."""
+    return float(budget_text(percent))

@@ -17,7 +17,10 @@ import pandas as pd
 
 from residual_mass.files import csv_text, write_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import format_score, interval, numbers, read_frame
+from residual_mass.paper.cells import with_empty_texts
+from residual_mass.paper.digits import format_score, interval
+from residual_mass.paper.frames import field_texts, read_frame, typed
+from residual_mass.paper.latex import Cell
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
 from residual_mass.paper.tables import RUNTIME, TABLES, find
 from residual_mass.provenance import Record
@@ -25,12 +28,11 @@ from residual_mass.spec.columns import decoding_settings
 from residual_mass.spec.settings import length_and_variant
 from residual_mass.spec.specs import ComparisonSpec
 
-Cell = Mapping[str, str]
-PLACE = "table benchmark task corpus length method budget_percent maps implementation batch quantity".split()
+CELL_PLACE = "table benchmark task corpus length method budget_percent maps implementation batch quantity".split()
 """Fields that a study's cell shares with the published one; together with the backbone they are the key of a cell."""
-FACTS = "dtype device hardware processes steps low high".split()
+TABLE_FACTS = "dtype device hardware processes steps low high".split()
 """Fields that not every table has."""
-COLUMNS = (
+COMPARISON = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
@@ -43,18 +45,20 @@ AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable"
 """First words of verdicts."""
 PAPERS_VARIANTS = {variant for label in ("dphi_ablation", "loss_ablation") for variant in published.variants_of(label)}
 """Variants of feature maps in the paper's ablations; their settings are part of the paper's protocol."""
-MAPS = {5, 6, 7, 10, 11, 12, 16}
+MAPS_POINTS = {5, 6, 7, 10, 11, 12, 16}
 """Open points of docs/deviations.md on training and using feature maps."""
-RULER, BABILONG, LATENCIES = {1, 2, 15, 17}, {1, 2, 3, 15}, {1, 10, 11}
+RULER_POINTS = {1, 2, 15, 17}
+BABILONG_POINTS = {1, 2, 3, 15}
+LATENCY_POINTS = {1, 10, 11}
 DEVIATIONS = {
-    "natural_main": MAPS | {1, 2, 13},
-    "stress_1pct": MAPS | RULER | BABILONG | {13},
-    "ruler_sweep": MAPS | RULER,
-    "babilong_sweep": MAPS | BABILONG | {13},
-    "cross_length_mismatch": MAPS | RULER | {4, 18},
-    "dphi_ablation": MAPS | RULER | BABILONG | {4},
-    "loss_ablation": MAPS | RULER | BABILONG | {4, 9, 19},
-    "exact_accounting": MAPS | {14, 20},
+    "natural_main": MAPS_POINTS | {1, 2, 13},
+    "stress_1pct": MAPS_POINTS | RULER_POINTS | BABILONG_POINTS | {13},
+    "ruler_sweep": MAPS_POINTS | RULER_POINTS,
+    "babilong_sweep": MAPS_POINTS | BABILONG_POINTS | {13},
+    "cross_length_mismatch": MAPS_POINTS | RULER_POINTS | {4, 18},
+    "dphi_ablation": MAPS_POINTS | RULER_POINTS | BABILONG_POINTS | {4},
+    "loss_ablation": MAPS_POINTS | RULER_POINTS | BABILONG_POINTS | {4, 9, 19},
+    "exact_accounting": MAPS_POINTS | {14, 20},
     "training_cost_64k": {12, 16},
 }
 """Numbers of the open points of docs/deviations.md that affect a table."""
@@ -68,9 +72,10 @@ SETTINGS = (
     f"benchmarks.{name}.{key}" for name in EXAMPLES for key in ("chat_template", "answer_margin", "budget_length")
 ]
 """Keys of a study that values depend on."""
-SHAPE = ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
+MAP_SHAPE = ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
 """Settings of feature maps that affect latencies, which are measured with random weights."""
-GPU, GPUS = "H200", "8"
+GPU = "H200"
+GPUS = 8
 """Hardware of the paper: one such GPU for latencies, this number of them for training."""
 
 
@@ -81,8 +86,9 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path) -> None:
         ValueError: a file differs from its record; names it.
     """
     record = Record("comparison", spec, tables)
-    rows = compared(the_papers(), gathered(map(read_frame, tables)), spec)
-    write_text(out, csv_text(COLUMNS, rows.to_dict("records")))
+    ours = concat_cells(map(read_frame, tables))
+    rows = with_verdicts(published_cells(), ours, spec)
+    write_text(out, csv_text(COMPARISON, rows.to_dict("records")))
     record.write(out)
 
 
@@ -103,41 +109,74 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(int(value) if whole else value, sort_keys=True)
 
 
-def the_papers() -> pd.DataFrame:
+def published_cells() -> pd.DataFrame:
     """Returns all published cells that are compared."""
-    cells = gathered(find(label).cells(*published.results(label)) for label in COMPARED)
-    training = cells["table"] == "training_cost_64k"  # its times have a unit in print
-    cells["text"] = cells["text"].mask(training, cells["value"])
+    tables = []
+    for label in COMPARED:
+        rows, spec = published.results(label)
+        tables.append(find(label).cells(rows, spec))
+    cells = concat_cells(tables)
+    training = cells["table"] == "training_cost_64k"
+    hours = cells["value"].map("{:g}".format)  # these times have a unit in print
+    cells["text"] = cells["text"].mask(training, hours)
     return cells[~training | (cells["quantity"] == "wall_clock_h")]
 
 
-def gathered(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
+def concat_cells(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Returns the cells of tables that have a value; the range of a latency's repeats is its interval."""
     cells = pd.concat(tables, ignore_index=True)
-    cells = cells.reindex(columns=list(dict.fromkeys([*cells, *PLACE, *FACTS]))).astype(object).fillna("")
-    cells = cells[cells["value"] != ""]
-    ends = {f"ci_{end}": cells[f"ci_{end}"].where(cells["ci_low"] != "", cells[end]) for end in ("low", "high")}
-    return cells.assign(quantity=cells["quantity"].replace("", "score"), **ends)
+    cells = typed(cells, dict.fromkeys([*cells, *CELL_PLACE, *TABLE_FACTS]))
+    cells = cells[cells["value"].notna()]
+    unknown = cells["ci_low"].isna()
+    low = cells["ci_low"].mask(unknown, cells["low"])
+    high = cells["ci_high"].mask(unknown, cells["high"])
+    quantity = cells["quantity"].replace("", "score")
+    return cells.assign(quantity=quantity, ci_low=low, ci_high=high)
 
 
-def compared(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> pd.DataFrame:
-    """Returns the published cells with the study's in the same place, if of the same model, and a verdict on each."""
-    same = ours["model_id"] == ours["backbone"].map(MODELS)
-    others = ours[~same].assign(others=ours["backbone"] + " (" + ours["model_id"] + ")")
-    others = others.groupby(PLACE, sort=False)["others"].agg(", ".join).reset_index()
-    rows = theirs[[*PLACE, "backbone"]].assign(published=theirs["text"], published_bold=theirs["bold"].replace("", "0"))
-    rows = rows.merge(ours[same], how="left", on=[*PLACE, "backbone"]).merge(others, how="left", on=PLACE)
-    backbones = ours.groupby("table")["backbone"].agg(lambda names: ", ".join(names.unique()))
-    rows = rows.assign(backbones=rows["table"].map(backbones)).fillna("")
+def with_verdicts(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec) -> pd.DataFrame:
+    """Returns the published cells with the study's in the same place, if of the same model, and a verdict on each: the
+    fields of the result as text.
+    """
+    rows = _joined(theirs, ours)
     records = rows.to_dict("records")
-    rows[["verdict", "reason"]] = [verdict(row, spec) for row in records]
-    hours = numbers(rows["value"]).map(format_score)  # a training time has another unit in print
-    rows["ours"] = rows["text"].mask((rows["quantity"] == "wall_clock_h") & (rows["text"] != ""), hours)
-    rows[["ci_low", "ci_high"]] = [interval(row) if row["ci_low"] else ("", "") for row in records]
-    points = {label: DEVIATIONS.get(label, LATENCIES) for label in COMPARED}
-    deviations = rows["table"].map({label: " ".join(map(str, sorted(listed))) for label, listed in points.items()})
-    examples = rows["benchmark"].map(EXAMPLES).map("{:g}".format, na_action="ignore").fillna("")
-    return rows.assign(study=spec.study, published_n=examples, deviations=deviations)[COLUMNS]
+    verdicts = [verdict(row, spec) for row in records]
+    intervals = [interval(row) if pd.notna(row["ci_low"]) else ("", "") for row in records]
+    hours = rows["value"].map(format_score, na_action="ignore")  # a training time has another unit in print
+    measured_hours = (rows["quantity"] == "wall_clock_h") & (rows["text"] != "")
+    examples = rows["benchmark"].map(EXAMPLES).map("{:.0f}".format, na_action="ignore").fillna("")
+    fields = field_texts(rows, "g").assign(
+        verdict=[words for words, _ in verdicts],
+        reason=[reason for _, reason in verdicts],
+        ours=rows["text"].mask(measured_hours, hours),
+        ci_low=[low for low, _ in intervals],
+        ci_high=[high for _, high in intervals],
+        study=spec.study,
+        published_n=examples,
+        deviations=rows["table"].map(_deviations_of),
+    )
+    return fields[COMPARISON]
+
+
+def _joined(theirs: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
+    """Returns the published cells with the study's of the same model in the same place, names of its other models there
+    as `others`, and of the backbones of its table.
+    """
+    same = ours["model_id"] == ours["backbone"].map(MODELS)
+    others = ours[~same]
+    others = others.assign(others=others["backbone"] + " (" + others["model_id"] + ")")
+    others = others.groupby(CELL_PLACE, sort=False, dropna=False)["others"].agg(", ".join).reset_index()
+    bold = theirs["bold"].map({True: "1", False: "0"})
+    rows = theirs[[*CELL_PLACE, "backbone"]].assign(published=theirs["text"], published_bold=bold)
+    rows = rows.merge(ours[same], how="left", on=[*CELL_PLACE, "backbone"])
+    rows = rows.merge(others, how="left", on=CELL_PLACE)
+    backbones = ours.groupby("table")["backbone"].agg(lambda names: ", ".join(names.unique()))
+    return with_empty_texts(rows.assign(backbones=rows["table"].map(backbones)))
+
+
+def _deviations_of(label: str) -> str:
+    """Returns the numbers of the open points that affect a table."""
+    return " ".join(map(str, sorted(DEVIATIONS.get(label, LATENCY_POINTS))))
 
 
 def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
@@ -147,24 +186,33 @@ def verdict(row: Cell, spec: ComparisonSpec) -> tuple[str, str]:
     benchmark's own examples. A cost must be measured as in the paper.
 
     Args:
-        row: the value as `published`, its place, the study's cell there of the same model (fields are empty where there
-            is none), and names of the `others` in that place and of the `backbones` of the study's table.
+        row: the value as `published`, its place, the study's cell there of the same model (fields are unknown where
+            there is none), and names of the `others` in that place and of the `backbones` of the study's table.
     """
     if not row["model_id"]:
-        if row["others"]:
-            return NOT_COMPARABLE, f"other backbone: {row['others']}"
-        if not row["backbones"]:
-            return NOT_RUN, "the study leaves the table out"
-        known = row["backbone"] in row["backbones"].split(", ")
-        return NOT_RUN, "the study has no such cell" if known else f"the study's backbones are {row['backbones']}"
-    if reasons := [*obstacles(row), *other_settings(row, spec).values()]:
+        return _without_cell(row)
+    reasons = [*obstacles(row), *other_settings(row, spec).values()]
+    if reasons:
         return NOT_COMPARABLE, "; ".join(reasons)
-    if not row["ci_low"]:
+    if pd.isna(row["ci_low"]):
         return NOT_COMPARABLE, "no interval"
     low, high = bounds_of_agreement(row)
-    if low <= Decimal(row["published"]) <= high:
+    theirs = Decimal(row["published"])
+    if low <= theirs <= high:
         return AGREES, ""
-    return f"{DIFFERS} by {Decimal(row['text']) - Decimal(row['published']):+z.3f}", ""
+    difference = Decimal(row["text"]) - theirs
+    return f"{DIFFERS} by {difference:+z.3f}", ""
+
+
+def _without_cell(row: Cell) -> tuple[str, str]:
+    """Returns verdict and reason where the study has no cell of the same model."""
+    if row["others"]:
+        return NOT_COMPARABLE, f"other backbone: {row['others']}"
+    if not row["backbones"]:
+        return NOT_RUN, "the study leaves the table out"
+    if row["backbone"] in row["backbones"].split(", "):
+        return NOT_RUN, "the study has no such cell"
+    return NOT_RUN, f"the study's backbones are {row['backbones']}"
 
 
 def bounds_of_agreement(ours: Cell) -> tuple[Decimal, Decimal]:
@@ -176,21 +224,28 @@ def bounds_of_agreement(ours: Cell) -> tuple[Decimal, Decimal]:
     each side of the interval is scaled by the root of that factor.
     """
     benchmark = ours["benchmark"]
-    factor = Decimal(math.sqrt(1 + int(ours["n"]) / EXAMPLES[benchmark]) if benchmark in DRAWN_ANEW else 1)
-    value, ends = Decimal(ours["text"]), map(Decimal, interval(ours))
-    lower, upper = ((value + factor * (end - value)).quantize(end) for end in ends)
+    factor = Decimal(1)
+    if benchmark in DRAWN_ANEW:
+        factor = Decimal(math.sqrt(1 + ours["n"] / EXAMPLES[benchmark]))
+    value = Decimal(ours["text"])
+    low, high = map(Decimal, interval(ours))
+    lower = (value + factor * (low - value)).quantize(low)
+    upper = (value + factor * (high - value)).quantize(high)
     return lower, upper
 
 
 def obstacles(cell: Cell) -> Iterator[str]:
     """Yields why backbone, examples or hardware make a value incomparable."""
+    benchmark = cell["benchmark"]
     if cell["model_id"] not in MODELS.values():
         yield "other backbone"
     if cell["weights"] == "random":
         yield "random weights"
-    if cell["benchmark"] in EXAMPLES and int(cell["n"]) < EXAMPLES[cell["benchmark"]]:
+    if benchmark in EXAMPLES and cell["n"] < EXAMPLES[benchmark]:
         yield "subsampled"
-    yield from (f"{kind} data" for kind in cell["data"].split("+") if kind not in ("", "original"))
+    for kind in cell["data"].split("+"):
+        if kind not in ("", "original"):
+            yield f"{kind} data"
     if cell["implementation"] not in ("", "prototype"):
         yield f"other implementation: {cell['implementation']}"
     if cell["device"] and not cell["device"].endswith(GPU):
@@ -198,40 +253,54 @@ def obstacles(cell: Cell) -> Iterator[str]:
     if cell["dtype"] not in ("", "bfloat16"):
         yield f"other precision: {cell['dtype']}"
     if cell["table"] == "training_cost_64k":
-        if not cell["hardware"]:
+        hardware = cell["hardware"]
+        if not hardware:
             yield "unknown hardware"
-        elif not cell["hardware"].endswith(GPU) or cell["processes"] != GPUS:
-            yield f"other hardware: {cell['processes']} x {cell['hardware']}"
+        elif not hardware.endswith(GPU) or cell["processes"] != GPUS:
+            yield f"other hardware: {cell['processes']} x {hardware}"
 
 
 def other_settings(cell: Cell, spec: ComparisonSpec) -> dict[str, str]:
     """Returns the settings that differ from the paper's, by key: those recorded with the value, else the study's."""
     _, variant = length_and_variant(cell["maps"])
-    paper = spec.paper | (spec.variants.get(variant, {}) if variant in PAPERS_VARIANTS else {})
-    recorded = decoding_settings(cell["decoding"]) if cell["decoding"] else {}
-    ours = spec.settings | spec.variants.get(variant, {})
-    ours |= {
-        name if name == "truncate_to" else f"benchmarks.{cell['benchmark']}.{name}": _text(value)
-        for name, value in recorded.items()
-    }
-    if cell["steps"]:
-        ours["phi.steps"] = cell["steps"]
-    given = {key: ours.get(key, "unknown") for key in paper if _matters(key, cell)}
-    return {key: f"{key} is {text}, {paper[key]} in the paper" for key, text in given.items() if text != paper[key]}
+    paper = spec.paper
+    if variant in PAPERS_VARIANTS:
+        paper = paper | spec.variants.get(variant, {})
+    ours = spec.settings | spec.variants.get(variant, {}) | _recorded_settings(cell)
+    differing = {}
+    for key, wanted in paper.items():
+        found = ours.get(key, "unknown")
+        if found != wanted and _matters(key, cell):
+            differing[key] = f"{key} is {found}, {wanted} in the paper"
+    return differing
+
+
+def _recorded_settings(cell: Cell) -> dict[str, str]:
+    """Returns the settings that a value was measured with, by their key in a study."""
+    recorded = {}
+    decoding = decoding_settings(cell["decoding"]) if cell["decoding"] else {}
+    for name, value in decoding.items():
+        key = name if name == "truncate_to" else f"benchmarks.{cell['benchmark']}.{name}"
+        recorded[key] = _text(value)
+    if pd.notna(cell["steps"]):
+        recorded["phi.steps"] = str(cell["steps"])
+    return recorded
 
 
 def _matters(key: str, cell: Cell) -> bool:
     """Whether the value of a cell depends on a setting."""
-    latency, section = bool(cell["implementation"]), key.partition(".")[0]
+    method = cell["method"]
+    is_latency = bool(cell["implementation"])
+    section = key.partition(".")[0]
     if section == "benchmarks":
-        own = key.startswith(f"benchmarks.{cell['benchmark']}.")
-        return own and (cell["method"] != "full" or not key.endswith(".budget_length"))
+        of_benchmark = key.startswith(f"benchmarks.{cell['benchmark']}.")
+        return of_benchmark and (method != "full" or not key.endswith(".budget_length"))
     if section == "truncate_to":
         return bool(cell["benchmark"])
     if section == "backbones":
-        return key == f"backbones.{cell['backbone']}.dtype" and not latency  # latencies record their own
+        return key == f"backbones.{cell['backbone']}.dtype" and not is_latency  # latencies record their own
     if section == "anchors":
-        return cell["method"] != "full" and cell["table"] != "training_cost_64k"
-    if latency:
-        return key in SHAPE and cell["method"].startswith("topk_phi")
+        return method != "full" and cell["table"] != "training_cost_64k"
+    if is_latency:
+        return key in MAP_SHAPE and method.startswith("topk_phi")
     return cell["maps"] != "" and cell["quantity"] not in ("e_topk", "e_exact_nosub")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ import pandas as pd
 
 from residual_mass.files import atomic_write
 
-Field = list[dict[str, str]]
+Cell = dict[str, Any]
+Field = list[Cell]
 """The cells that share a field of a printed table."""
 ESCAPES = str.maketrans(
     {character: "\\" + character for character in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "{''}"}
     | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
 )
-MARKS = {"": "", "above": r"\rlap{$^\dagger$}", "below": r"\rlap{$^\ddagger$}"}
+LATEX_MARKS = {"": "", "above": r"\rlap{$^\dagger$}", "below": r"\rlap{$^\ddagger$}"}
 """Marks without a width, so that digits stay aligned."""
 
 
@@ -40,7 +42,11 @@ def escape(value: object) -> Latex:
     if isinstance(value, Latex):
         return value
     pieces = re.split(r"(\$[^$]*\$)", one_line(value))
-    return Latex("".join(piece if piece[:1] == "$" != piece else piece.translate(ESCAPES) for piece in pieces))
+    escaped = []
+    for piece in pieces:
+        is_mathematics = len(piece) > 1 and piece.startswith("$")
+        escaped.append(piece if is_mathematics else piece.translate(ESCAPES))
+    return Latex("".join(escaped))
 
 
 def one_line(text: object) -> str:
@@ -51,42 +57,51 @@ def one_line(text: object) -> str:
 def stacked(title: str, align: str) -> Latex:
     """Returns a title; several lines are stacked and aligned by `align` ("l" or "c")."""
     lines = [escape(line) for line in title.split("\n")]
+    if len(lines) == 1:
+        return lines[0]
     stack = r"\\".join(lines)
-    return lines[0] if len(lines) == 1 else Latex(rf"\shortstack[{align}]{{{stack}}}")
+    return Latex(rf"\shortstack[{align}]{{{stack}}}")
 
 
-def printed(field: Field) -> tuple[str, bool, str]:
+def printed_field(field: Field) -> tuple[str, bool, str]:
     """Returns the text of a field, whether it is bold, and its mark; a field of several cells has neither."""
-    alone, cell = len(field) == 1, field[0]
-    return cell["printed"] or cell["text"], alone and bool(cell["bold"]), cell["mark"] if alone else ""
+    cell = field[0]
+    text = cell["printed"] or cell["text"]
+    if len(field) > 1:
+        return text, False, ""
+    return text, cell["bold"], cell["mark"]
 
 
 def field_latex(field: Field) -> Latex:
-    text, bold, mark = printed(field)
-    return Latex((rf"\textbf{{{escape(text)}}}" if bold else escape(text)) + MARKS[mark])
+    text, bold, mark = printed_field(field)
+    shown = rf"\textbf{{{escape(text)}}}" if bold else escape(text)
+    return Latex(shown + LATEX_MARKS[mark])
 
 
 def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     """Nests the cells for templates: grids of blocks of rows of fields, in the order of the cells."""
     nested = []
-    for title, grid in itertools.groupby(cells.to_dict("records"), key=lambda cell: cell["grid"]):
-        grid = list(grid)
-        columns, groups = (list(dict.fromkeys(cell[name] for cell in grid)) for name in ("column", "group"))
-        blocks = [
-            {"title": name, "rows": _rows(rows)} for name, rows in itertools.groupby(grid, lambda cell: cell["block"])
-        ]
-        nested.append({"title": title, "columns": [*filter(None, columns)], "groups": groups, "blocks": blocks})
+    for title, of_grid in itertools.groupby(cells.to_dict("records"), key=itemgetter("grid")):
+        grid = list(of_grid)
+        columns = [column for column in dict.fromkeys(cell["column"] for cell in grid) if column]
+        groups = list(dict.fromkeys(cell["group"] for cell in grid))
+        by_block = itertools.groupby(grid, key=itemgetter("block"))
+        blocks = [{"title": name, "rows": _rows_of_fields(rows)} for name, rows in by_block]
+        nested.append({"title": title, "columns": columns, "groups": groups, "blocks": blocks})
     return nested
 
 
-def _rows(cells: Iterable[dict[str, str]]) -> list[dict[str, Any]]:
+def _rows_of_fields(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     """Returns rows; a row ends where the title changes, or where a field repeats that is not the latest one."""
     rows: list[dict[str, Any]] = []
-    title, fields = None, {}
+    title: str | None = None
+    fields: dict[tuple[str, str], Field] = {}
     for cell in cells:
-        place = cell["group"], cell["column"]
-        if cell["row"] != title or (place in fields and place != next(reversed(fields))):
-            title, fields = cell["row"], {}
+        place = (cell["group"], cell["column"])
+        repeats = place in fields and place != next(reversed(fields))
+        if cell["row"] != title or repeats:
+            title = cell["row"]
+            fields = {}
             rows.append({"heads": title.split(" | "), "own": cell["own"], "fields": fields})
         fields.setdefault(place, []).append(cell)
     return rows

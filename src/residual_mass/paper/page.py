@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from residual_mass.files import write_text
-from residual_mass.metrics import KL
-from residual_mass.paper.cells import interval, read_frame
+from residual_mass.metrics import KL, budget_text
 from residual_mass.paper.comparison import NOT_RUN
+from residual_mass.paper.digits import interval
 from residual_mass.paper.document import FRAME, context, warnings
 from residual_mass.paper.figures import caption_of
-from residual_mass.paper.latex import Field, block, environment, fill, printed
+from residual_mass.paper.frames import number_text, read_frame, value_digits
+from residual_mass.paper.headline import headline
+from residual_mass.paper.latex import Cell, Field, block, environment, fill, printed_field
 from residual_mass.paper.tables import find, middle_budget
 from residual_mass.paper.titles import method_title, text_title
 from residual_mass.provenance import Record
@@ -28,13 +29,19 @@ LETTERS = {
     r"\hat Z": "Ẑ", r"\mathrm": "", r"\mathcal": "", r"\times": "×", "{+}": "+", "{=}": "=", "-": " − ", "<": " &lt; ",
 }  # fmt: skip
 """HTML of the LaTeX in titles and captions."""
-MARKS = {"": "", "above": "†", "below": "‡"}
+SCRIPTS = (("_", "sub"), ("^", "sup"))
+"""Signs of LaTeX before a subscript or superscript, each with its HTML tag."""
+BRACES = r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+"""Matches what braces enclose, which may contain further braces."""
+HTML_MARKS = {"": "", "above": "†", "below": "‡"}
 SECTIONS = {
     "Distance from full attention": ("fidelity", "answers", "residuals"),
     "Scores": ("scores", "mismatch", "dphi", "loss"),
     "Attention outputs and costs": ("diagnostics", "maps", "training", "runtime"),
 }
 """Kinds of tables (`Table.of`) by section of the page."""
+SCORE_TABLES = ("ruler_sweep", "babilong_sweep", "natural_main")
+"""Tables whose scores the top of the page counts."""
 
 
 def run(
@@ -47,87 +54,137 @@ def run(
     """
     record = Record("report", spec, [*tables, *figures, comparison], sources=[template])
     cells = {path.stem: read_frame(path) for path in tables}
-    rows = read_frame(comparison) if comparison else pd.DataFrame(columns=["table", "verdict"], dtype=str)
-    verdicts = rows["verdict"].str.split(" by ").str[0].groupby(rows["table"], sort=False)
     pages = environment(template, autoescape=True)
     pages.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
     pages.filters |= {"method": method_title, "corpus": text_title}
+    models = {backbone.model_id: backbone.weights for backbone in spec.backbones}
     shown = {
-        "spec": spec, "warnings": warnings({each.model_id: each.weights for each in spec.backbones}),
-        "pictures": [
-            (path.stem, b64encode(path.read_bytes()).decode(), html(caption_of(path.stem, spec.figure_titles)))
-            for path in figures
-        ],
-        "sections": {
-            title: [_table(frame, template) for label, frame in cells.items() if find(label).of in kinds]
-            for title, kinds in SECTIONS.items()
-        },
-        "verdicts": {label: group.value_counts().to_dict() for label, group in verdicts if (group != NOT_RUN).any()},
-    }  # fmt: skip
-    write_text(out, fill(pages, template, lambda page: page.render(shown | opening(spec, cells))))
+        "spec": spec,
+        "warnings": warnings(models),
+        "pictures": [_picture(path, spec) for path in figures],
+        "sections": _sections(cells, template),
+        "verdicts": _verdict_counts(comparison) if comparison else {},
+    }
+    shown |= opening(spec, cells)
+    write_text(out, fill(pages, template, lambda page: page.render(shown)))
     record.write(out)
+
+
+def _picture(path: Path, spec: ReportSpec) -> tuple[str, str, Markup]:
+    """Returns the name of a figure, its PNG in Base64, and its caption."""
+    picture = b64encode(path.read_bytes()).decode()
+    caption = caption_of(path.stem, spec.figure_titles)
+    return path.stem, picture, html(caption)
+
+
+def _sections(cells: dict[str, pd.DataFrame], template: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the variables of the tables of each section."""
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for title, kinds in SECTIONS.items():
+        of_section = [frame for label, frame in cells.items() if find(label).of in kinds]
+        sections[title] = [_with_caption(frame, template) for frame in of_section]
+    return sections
+
+
+def _with_caption(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
+    shown = context(cells) | {"warnings": []}  # the top of the page has them
+    label = shown["table"]
+    name = "runtime" if label.startswith("runtime_") else label
+    caption = block(template.with_name(f"{name}.tex.j2"), "caption", shown)
+    notes = block(template.with_name(FRAME), "notes", shown)
+    return shown | {"caption": html(f"{caption} {notes}"), "label": label}
+
+
+def _verdict_counts(comparison: Path) -> dict[str, dict[str, int]]:
+    """Returns how many values of a table have each verdict, for tables that were run."""
+    rows = read_frame(comparison)
+    words = rows["verdict"].str.split(" by ").str[0]
+    verdicts = words.groupby(rows["table"], sort=False)
+    return {label: of_table.value_counts().to_dict() for label, of_table in verdicts if (of_table != NOT_RUN).any()}
 
 
 def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
     """Returns the facts at the top of the page: distance and bytes of the recommended method and top-K at the middle
     budget (None where the study has no such comparison), and the tested differences of their scores.
     """
-    budget, names = middle_budget(spec), [spec.recommended, "topk"]
-    rows = {label: frame.to_dict("records") for label, frame in cells.items()}
+    budget = middle_budget(spec)
 
-    def both(label: str, quantity: str) -> list[dict[str, str]] | None:
-        """Returns the two cells of the first backbone and text at the greatest length."""
-        shown = [row for row in rows.get(label, []) if (row["quantity"], row["budget_percent"]) == (quantity, budget)]
-        place = [shown[0]["backbone"], shown[0]["corpus"], shown[-1]["length"]] if shown else []
-        at = {row["method"]: row for row in shown[::-1] if [row["backbone"], row["corpus"], row["length"]] == place}
-        return [at[name] for name in names] if set(names) <= set(at) else None
+    def both(label: str, quantity: str) -> list[Cell] | None:
+        found = headline(cells[label], quantity, budget) if label in cells else {}
+        names = (spec.recommended, "topk")
+        return [found[name] for name in names] if set(names) <= set(found) else None
 
-    scores = [row for label in ("ruler_sweep", "babilong_sweep", "natural_main") for row in rows.get(label, [])]
-    tested = [row for row in scores if row["method"] == spec.recommended and row["gain"]]
-    gains, marked = [float(row["gain"]) for row in tested], sum(row["mark"] != "" for row in tested)
-    distance, reads = both("fidelity", KL.name), both("deployable", "step_share")
-    return {"budget": budget, "distance": distance, "reads": reads, "gains": gains, "marked": marked}
+    gains: list[float] = []
+    marked = 0
+    for label in SCORE_TABLES:
+        if label in cells:
+            scores = cells[label]
+            tested = scores[(scores["method"] == spec.recommended) & scores["gain"].notna()]
+            gains += tested["gain"].tolist()
+            marked += int((tested["mark"] != "").sum())
+    return {
+        "budget": budget_text(budget),
+        "distance": both("fidelity", KL.name),
+        "reads": both("deployable", "step_share"),
+        "gains": gains,
+        "marked": marked,
+    }
+
+
+# ---- HTML ------------------------------------------------------------------------------------------------------------
 
 
 def html(text: str) -> Markup:
     """Converts a title or caption: its mathematics becomes letters, subscripts and superscripts."""
+    pieces = []
+    for number, piece in enumerate(re.split(r"\$([^$]*)\$", text)):
+        is_mathematics = number % 2 == 1
+        pieces.append(_mathematics(piece) if is_mathematics else escape(piece))
+    return Markup("").join(pieces)
 
-    def mathematics(text: str) -> Markup:
-        if re.fullmatch(r"-?[0-9.]+", text):
-            return Markup(text.replace("-", "−"))
-        for latex, letter in LETTERS.items():
-            text = text.replace(latex + " ", letter).replace(latex, letter)
-        for sign, tag in (("_", "sub"), ("^", "sup")):
-            text = re.sub(rf"\{sign}(\{{[^{{}}]*(?:\{{[^{{}}]*\}}[^{{}}]*)*\}}|.)", rf"<{tag}>\1</{tag}>", text)
-        return Markup(f"<i>{text.replace('{', '').replace('}', '')}</i>")
 
-    pieces = re.split(r"\$([^$]*)\$", text)  # every second one is mathematics
-    return Markup("").join(mathematics(piece) if odd % 2 else escape(piece) for odd, piece in enumerate(pieces))
+def _mathematics(text: str) -> Markup:
+    if re.fullmatch(r"-?[0-9.]+", text):
+        return Markup(text.replace("-", "−"))
+    for latex, letter in LETTERS.items():
+        text = text.replace(latex + " ", letter).replace(latex, letter)
+    for sign, tag in SCRIPTS:
+        text = re.sub(rf"\{sign}({BRACES}|.)", rf"<{tag}>\1</{tag}>", text)
+    text = text.replace("{", "").replace("}", "")
+    return Markup(f"<i>{text}</i>")
 
 
 def field_html(field: Field) -> Markup:
-    text, bold, mark = printed(field)
-    return Markup("<b>{}</b>" if bold else "{}").format(html(text)) + Markup("<sup>{}</sup>").format(MARKS[mark])
+    text, bold, mark = printed_field(field)
+    shown = html(text)
+    if bold:
+        shown = Markup("<b>{}</b>").format(shown)
+    return shown + Markup("<sup>{}</sup>").format(HTML_MARKS[mark])
 
 
 def hover(field: Field) -> str:
     """Returns the interval, sample size, test and file of the field's values."""
-    notes = []
-    for cell in (cell for cell in field if cell["value"]):
-        notes += [f"95% interval {between(cell)}" if cell["ci_low"] else f"value {cell['value']}"]
-        notes += [f"{cell['n']} {cell['counted']}"] if cell["n"] and cell["counted"] else []
-        if cell["gain_p_holm"]:
-            notes += [f"difference to Top-K {float(cell['gain']):+.3g}, p {float(cell['gain_p_holm']):.3g} (Holm)"]
-        notes += [cell["flags"]] * bool(cell["flags"]) + [cell["source"]]
+    notes: list[str] = []
+    for cell in field:
+        if pd.notna(cell["value"]):
+            notes += _notes_on(cell)
     return " · ".join(dict.fromkeys(notes))
 
 
-def between(cell: Mapping[str, str]) -> str:
+def _notes_on(cell: Cell) -> list[str]:
+    if pd.notna(cell["ci_low"]):
+        notes = [f"95% interval {between(cell)}"]
+    else:
+        digits = value_digits(cell.get("quantity", ""), find(cell["table"]).digits)
+        notes = [f"value {number_text(cell['value'], digits)}"]
+    if pd.notna(cell["n"]) and cell["counted"]:
+        notes.append(f"{cell['n']} {cell['counted']}")
+    if pd.notna(cell["gain_p_holm"]):
+        notes.append(f"difference to Top-K {cell['gain']:+.3g}, p {cell['gain_p_holm']:.3g} (Holm)")
+    if cell["flags"]:
+        notes.append(cell["flags"])
+    return [*notes, cell["source"]]
+
+
+def between(cell: Cell) -> str:
     return " to ".join(interval(cell))
-
-
-def _table(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
-    shown = context(cells) | {"warnings": []}  # the top of the page has them
-    name = "runtime" if shown["table"].startswith("runtime_") else shown["table"]
-    places = (template.with_name(f"{name}.tex.j2"), "caption"), (template.with_name(FRAME), "notes")
-    return shown | {"caption": html(" ".join(block(*place, shown) for place in places)), "label": shown["table"]}

@@ -9,16 +9,16 @@ from typing import Any
 import pandas as pd
 from tests.records import recorded
 
-from residual_mass.files import csv_text
 from residual_mass.paper import document, published
+from residual_mass.paper.frames import cells_csv, typed
 from residual_mass.paper.tables import find
 from residual_mass.spec.specs import TableSpec
 
 ROOT = Path(__file__).parents[3]
 TEMPLATES = ROOT / "paper_tables" / "templates"
 FACTS = {
-    "study": "paper", "revision": "r1", "weights": "pretrained", "source": "scores.csv", "n": "6500", "stderr": "",
-    "data": "original", "decoding": "greedy; budgets of the nominal length; cut to 64k", "packs": "8", "repeats": "3",
+    "study": "paper", "revision": "r1", "weights": "pretrained", "source": "scores.csv", "n": 6500,
+    "data": "original", "decoding": "greedy; budgets of the nominal length; cut to 64k", "packs": 8, "repeats": 3,
 }  # fmt: skip
 
 
@@ -30,14 +30,12 @@ def study_rows(label: str = "ruler_sweep", **facts: Any) -> tuple[pd.DataFrame, 
     (rows,) = frames.values()
     rows = rows.assign(**{"model_id": rows["backbone"].map(published.MODELS), **FACTS, **facts})
     if "value" in rows:
-        value = rows["value"].astype(float)
-        rows = rows.assign(ci_low=(value - 0.02).map("{:.6f}".format), ci_high=(value + 0.02).map("{:.6f}".format))
+        rows = rows.assign(ci_low=rows["value"] - 0.02, ci_high=rows["value"] + 0.02)
     return rows, replace(spec, study="paper")
 
 
 def made(label: str, rows: pd.DataFrame, spec: TableSpec) -> pd.DataFrame:
-    stage = published.STAGES.get(label, "runtime" if label.startswith("runtime") else "score")
-    return find(label).cells({stage: rows}, spec)
+    return find(label).cells({published.stage_of(label): typed(rows)}, spec)
 
 
 def template(label: str) -> Path:
@@ -51,5 +49,5 @@ def latex(cells: pd.DataFrame) -> str:
 def written(folder: Path, cells: pd.DataFrame) -> Path:
     """The cells as the table stage writes them."""
     path = folder / f"{cells['table'].iloc[0]}.csv"
-    path.write_text(csv_text(list(cells), cells.to_dict("records")), encoding="utf-8")
+    path.write_text(cells_csv(cells, find(cells["table"].iloc[0]).digits), encoding="utf-8")
     return recorded(path)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import pytest
 from samples import FACTS, made, study_rows, written
 
 from residual_mass.paper import comparison, published
+from residual_mass.paper.frames import typed
 from residual_mass.spec.specs import ComparisonSpec
 
 MODEL = published.MODELS["1b"]
@@ -19,10 +23,11 @@ PROTOCOL |= {key: "nominal" for key in PROTOCOL if key.endswith(".budget_length"
 PROTOCOL |= {key: "false" for key in PROTOCOL if key.endswith(".chat_template")}
 PROTOCOL |= {key: "null" for key in PROTOCOL if key.endswith(".answer_margin")}
 SPEC = ComparisonSpec("paper", PROTOCOL, PROTOCOL)
-PLACE = dict.fromkeys((*comparison.COLUMNS, *comparison.FACTS, "data", "others"), "")
+UNKNOWN = pd.DataFrame([{}]).pipe(typed, (*comparison.COMPARISON, *comparison.TABLE_FACTS, "data", "others"))
+PLACE = UNKNOWN.to_dict("records")[0]
 PLACE |= {"table": "ruler_sweep", "benchmark": "ruler", "task": "all", "length": "4k", "method": "topk_phi",
-          "budget_percent": "1", "backbone": "1b", "quantity": "score", "backbones": "1b"}  # fmt: skip
-OURS = PLACE | FACTS | {"text": "0.700", "model_id": MODEL, "maps": "64k", "ci_low": "0.690", "ci_high": "0.710"}
+          "budget_percent": 1.0, "backbone": "1b", "quantity": "score", "backbones": "1b"}  # fmt: skip
+OURS = PLACE | FACTS | {"text": "0.700", "model_id": MODEL, "maps": "64k", "ci_low": 0.69, "ci_high": 0.71}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +40,10 @@ OURS = PLACE | FACTS | {"text": "0.700", "model_id": MODEL, "maps": "64k", "ci_l
         ("0.685", {}, "differs by +0.015"),
         ("0.711", {"benchmark": "babilong"}, "differs by -0.011"),  # a fixed set of examples has none
         ("0.710", {"benchmark": "babilong"}, "agrees"),
-        ("0.700", {"n": "6499"}, "not comparable: subsampled"),
+        ("0.700", {"n": 6499}, "not comparable: subsampled"),
         ("0.700", {"data": "simulated+original"}, "not comparable: simulated data"),
         ("0.700", {"weights": "random"}, "not comparable: random weights"),
-        ("0.700", {"ci_low": "", "ci_high": ""}, "not comparable: no interval"),
+        ("0.700", {"ci_low": math.nan, "ci_high": math.nan}, "not comparable: no interval"),
         ("0.700", {"device": "CPU"}, "not comparable: other device: CPU"),
         ("0.700", {"dtype": "float32"}, "not comparable: other precision: float32"),
         ("0.700", {"implementation": "fused"}, "not comparable: other implementation: fused"),
@@ -47,11 +52,11 @@ OURS = PLACE | FACTS | {"text": "0.700", "model_id": MODEL, "maps": "64k", "ci_l
         ("0.700", {"decoding": "greedy; budgets of the real length; cut to 32k"},
          "not comparable: truncate_to is 32k, 64k in the paper; "
          "benchmarks.ruler.budget_length is real, nominal in the paper"),
-        ("19", {"table": "training_cost_64k", "quantity": "wall_clock_h", "hardware": "NVIDIA H200", "processes": "4",
-                "benchmark": "", "value": "20.0"}, "not comparable: other hardware: 4 x NVIDIA H200"),
+        ("19", {"table": "training_cost_64k", "quantity": "wall_clock_h", "hardware": "NVIDIA H200", "processes": 4,
+                "benchmark": "", "value": 20.0}, "not comparable: other hardware: 4 x NVIDIA H200"),
     ],
 )  # fmt: skip
-def test_a_verdict(published_text: str, changes: dict[str, str], verdict: str) -> None:
+def test_a_verdict(published_text: str, changes: dict[str, Any], verdict: str) -> None:
     words, reason = comparison.verdict(OURS | {"published": published_text} | changes, SPEC)
     assert ": ".join(filter(None, (words, reason))) == verdict
 
@@ -97,7 +102,7 @@ def test_the_papers_own_values_agree_with_themselves(tmp_path: Path) -> None:
     for row in rows:
         expected = ("agrees", row["published"]) if row["table"] in labels else ("not run", "")
         assert (row["verdict"], row["ours"]) == expected
-    assert len(rows) == len(comparison.the_papers())
+    assert len(rows) == len(comparison.published_cells())
     assert {row["quantity"] for row in rows if row["table"] == "ruler_sweep"} == {"score"}
 
 

@@ -11,7 +11,7 @@ from tests.needs import LATEX, needs
 from tests.records import recorded
 
 from residual_mass.paper import document, published
-from residual_mass.paper.cells import read_frame
+from residual_mass.paper.frames import field_texts, read_frame
 from residual_mass.paper.latex import escape, render, run_pdf
 from residual_mass.spec.specs import BackboneSpec, DocumentSpec, NumbersSpec
 
@@ -54,10 +54,10 @@ def macros(folder: Path, *tables: Path) -> dict[tuple[str, str], str]:
 def test_numbers_are_the_cells_by_their_keys(tmp_path: Path) -> None:
     rows, spec = study_rows()
     tested = rows["method"] == "topk_phi"
-    rows.loc[tested, ["gain", "gain_ci_low", "gain_ci_high", "gain_p"]] = ["-0.25", "-0.3", "-0.2", "0.0000001"]
+    rows.loc[tested, ["gain", "gain_ci_low", "gain_ci_high", "gain_p"]] = [-0.25, -0.3, -0.2, 1e-7]
     table = written(tmp_path, made("ruler_sweep", rows, spec))
     found = macros(tmp_path, table)
-    for cell in read_frame(table).to_dict("records"):
+    for cell in field_texts(read_frame(table), ".6f").to_dict("records"):
         names = ("table", "backbone", "benchmark", "task", "length", "method", "budget_percent", "maps")
         key = "/".join(cell[name] for name in names if cell[name])
         assert found["value", key] == cell["text"] and found["count", key] == "6500"
@@ -66,7 +66,7 @@ def test_numbers_are_the_cells_by_their_keys(tmp_path: Path) -> None:
     key = "ruler_sweep/1b/ruler/all/4k/topk_phi/1/64k"
     assert (found["gain", key], found["gaininterval", key]) == ("$-0.250$", "$[-0.300, -0.200]$")
     assert found["gainp", key] == "$p < 0.001$"
-    rows[["ci_low", "ci_high", "gain_ci_low", "gain_ci_high"]] = ""  # of one example for each task
+    rows[["ci_low", "ci_high", "gain_ci_low", "gain_ci_high"]] = None  # of one example for each task
     alone = macros(tmp_path, written(tmp_path, made("ruler_sweep", rows, spec)))
     assert {kind for kind, _ in found} - {kind for kind, _ in alone} == {"interval", "gaininterval"}
     assert found["gain", key] == alone["gain", key]

@@ -203,7 +203,7 @@ def test_every_kind_of_selector_and_residual_has_a_title_a_colour_and_a_mark(mon
     for (one, first), (two, second) in product(zip(looks, found, strict=True), repeat=2):
         assert (one[0] == two[0]) == (type(first.selector) is type(second.selector))
         assert (one[1] == two[1]) == (type(first.residual) is type(second.residual))
-    monkeypatch.setattr("residual_mass.paper.figures.residuals.MARKS", "os")
+    monkeypatch.setattr("residual_mass.paper.figures.residuals.RESIDUAL_MARKERS", "os")
     with pytest.raises(ValueError, match="kinds of residual have 2 looks; add one in figures/residuals.py"):
         drawn.figure.__wrapped__("fidelity_by_bytes")
 

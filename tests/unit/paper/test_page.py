@@ -27,11 +27,11 @@ def distances() -> pd.DataFrame:
     """Cells of a table of fidelity."""
     cells = made("ruler_sweep", *study_rows())
     cells = cells[(cells["length"] == "4k") & (cells["backbone"] == "1b")]
-    return cells.assign(table="fidelity", corpus="wiki", quantity="kl", counted="documents", n="16")
+    return cells.assign(table="fidelity", corpus="wiki", quantity="kl", counted="documents", n=16)
 
 
 def make(folder: Path, **changes: Any) -> str:
-    rows, spec = study_rows(gain="0.010000", gain_ci_low="-0.1", gain_ci_high="0.1", gain_p="0.500000")
+    rows, spec = study_rows(gain=0.01, gain_ci_low=-0.1, gain_ci_high=0.1, gain_p=0.5)
     tables = [written(folder, each) for each in (distances(), made("ruler_sweep", rows, spec))]
     figure = folder / "fidelity.png"
     save(Figure(figsize=(1, 1)), figure.with_suffix(".pdf"), figure)
@@ -78,7 +78,7 @@ def test_it_opens_with_findings_and_the_figure_of_fidelity(html: str) -> None:
     findings = re.findall(r"<li>(.*)</li>", html)
     assert len(findings) == 2 and "With 1% of the prompt read exactly" in findings[0] and "16 documents" in findings[0]
     kl = distances().set_index(["method", "budget_percent"])["text"]
-    assert kl["topk_phi", "1"] in findings[0] and kl["topk", "1"] in findings[0]
+    assert kl["topk_phi", 1.0] in findings[0] and kl["topk", 1.0] in findings[0]
     tested = (study_rows()[0]["method"] == "topk_phi").sum()
     assert (
         f"in {tested} of {tested} comparisons and below in 0; none of these differences is significant" in findings[1]

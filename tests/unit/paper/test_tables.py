@@ -16,7 +16,7 @@ from samples import latex, made, study_rows, template
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import KL, RELATIVE_ERROR, SAME_TOP
 from residual_mass.paper import document, published
-from residual_mass.paper.cells import format_value
+from residual_mass.paper.digits import format_value
 from residual_mass.paper.figures.style import FIGURES, figure
 from residual_mass.paper.tables import find, layout
 from residual_mass.paper.tables.layout import table
@@ -38,9 +38,9 @@ def test_the_papers_tables_are_set_as_before(label: str, tmp_path: Path) -> None
 
 def test_own_methods_come_last_and_are_never_bold() -> None:
     rows, spec = study_rows()
-    own = rows[rows["method"] == "topk"].assign(method="topk_moments", value="0.999999")
+    own = rows[rows["method"] == "topk"].assign(method="topk_moments", value=0.999999)
     cells = made("ruler_sweep", pd.concat([rows, own]), replace(spec, own_methods=("topk_moments",)))
-    ours = cells[cells["own"] == "1"]
+    ours = cells[cells["own"]]
     assert len(ours) == len(own) and not ours["bold"].any() and set(ours["row"]) == {"Top-$K$+moments$^{*}$"}
     assert r"\cmidrule(l){2-10}" in latex(cells)
 
@@ -49,9 +49,10 @@ def test_own_methods_come_last_and_are_never_bold() -> None:
 def test_bold_against_a_slow_reference(label: str) -> None:
     rows, spec = study_rows(label)
     generator = random.Random(7)
-    values = [f"{generator.choice([0, -0.0001, 0.25, 0.5, 0.5004, 0.7]):.6f}" for _ in range(len(rows))]
+    values = [generator.choice([0, -0.0001, 0.25, 0.5, 0.5004, 0.7]) for _ in range(len(rows))]
     flags = [generator.choice(["", "", "", "floor"]) for _ in range(len(rows))]
-    cells = made(label, rows.assign(value=values, flags=flags), spec).to_dict("records")
+    made_cells = made(label, rows.assign(value=values, flags=flags), spec)
+    cells = made_cells.assign(budget_percent=made_cells["budget_percent"].fillna(0)).to_dict("records")
     for cell in cells:
         column = [other for other in cells if all(other[name] == cell[name] for name in PLACE)]
         column += [cell] * (cell["method"] == "full")
@@ -60,23 +61,23 @@ def test_bold_against_a_slow_reference(label: str) -> None:
         competing = [other for other in column if other["method"] != "full" and "floor" not in other["flags"]]
         best = max((float(other["text"]) for other in competing), default=None)
         wins = not dead and cell in competing and float(cell["text"]) == best
-        assert cell["bold"] == ("1" if wins else "") and cell["text"] != "-0.000", cell
+        assert cell["bold"] == wins and cell["text"] != "-0.000", cell
 
 
 def test_marks_are_holms_over_the_whole_table() -> None:
-    rows, spec = study_rows(gain_ci_low="-0.2", gain_ci_high="0.2")
+    rows, spec = study_rows(gain_ci_low=-0.2, gain_ci_high=0.2)
     tested = rows["method"].isin(["topk_phi", "topk_phi_nosub"])
     generator = random.Random(3)
     ps = [10 ** generator.uniform(-6, 0) for _ in range(tested.sum())]
-    rows.loc[tested, "gain_p"] = [f"{p:.9f}" for p in ps]
-    rows.loc[tested, "gain"] = [generator.choice(["0.1", "-0.1", "0"]) for _ in ps]
+    rows.loc[tested, "gain_p"] = ps
+    rows.loc[tested, "gain"] = [generator.choice([0.1, -0.1, 0]) for _ in ps]
     cells = made("ruler_sweep", rows, spec)
-    cells = cells[cells["gain_p"] != ""].assign(p=lambda all_of: all_of["gain_p"].astype(float)).sort_values("p")
+    cells = cells[cells["gain_p"].notna()].sort_values("gain_p")
     highest = 0.0
     for rank, cell in enumerate(cells.to_dict("records")):  # Holm's procedure, step by step
-        highest = max(highest, min(1, (len(ps) - rank) * cell["p"]))
-        assert float(cell["gain_p_holm"]) == pytest.approx(highest, abs=1e-6)
-        side = {"0.1": "above", "-0.1": "below", "0": ""}[cell["gain"]]
+        highest = max(highest, min(1, (len(ps) - rank) * cell["gain_p"]))
+        assert cell["gain_p_holm"] == pytest.approx(highest)
+        side = {0.1: "above", -0.1: "below", 0: ""}[cell["gain"]]
         assert cell["mark"] == (side if highest < 0.05 else "")
     survivors = (cells["mark"] != "").sum()
     assert 0 < survivors < len(ps)
@@ -108,7 +109,7 @@ def test_an_ablation_has_no_column_of_a_benchmark_that_is_not_evaluated() -> Non
 
 
 def test_captions_name_data_weights_and_sizes() -> None:
-    rows, spec = study_rows("babilong_sweep", data="simulated", weights="random", n="40", model_id="org/Other_LM")
+    rows, spec = study_rows("babilong_sweep", data="simulated", weights="random", n=40, model_id="org/Other_LM")
     tex = latex(made("babilong_sweep", rows, spec))
     assert r"\shortstack[l]{4k\\(simulated)}" in tex and "generated here from the benchmark's definition" in tex
     assert r"Random weights (org/Other\_LM)" in tex and "Examples behind a value: 40." in tex
@@ -214,34 +215,34 @@ def test_deployable_shows_the_front_then_topk_beside_it(tmp_path: Path) -> None:
 
 
 LATENCIES = {
-    "n": "", "step_bytes": "4000000000", "bandwidth_gb_s": "2000", "floor_ms": "2.000", "per_step_low_ms": "1",
-    "per_step_high_ms": "2", "dtype": "float32", "device": "cpu", "not_measured": "", "model_id": "org/LM",
+    "step_bytes": 4_000_000_000, "bandwidth_gb_s": 2000, "floor_ms": 2, "per_step_low_ms": 1,
+    "per_step_high_ms": 2, "dtype": "float32", "device": "cpu", "not_measured": "", "model_id": "org/LM",
 }  # fmt: skip
 
 
 def test_latencies_have_traffic_and_what_was_not_measured_has_no_times() -> None:
     rows, spec = study_rows("runtime_1b", **LATENCIES)
     lacking = (rows["method"] == "topk") & (rows["context"] == "64k")
-    rows.loc[lacking, ["not_measured", "per_step_ms", "end_to_end_ms"]] = ["out of memory", "", ""]
+    rows.loc[lacking, ["not_measured", "per_step_ms", "end_to_end_ms"]] = ["out of memory", None, None]
     cells = made("runtime_1b", rows, spec)
     texts = cells.set_index(["quantity", "method", "length"])["text"]
-    step = float(rows[(rows["method"] == "full") & (rows["context"] == "4k")]["per_step_ms"].iloc[0])
+    step = rows[(rows["method"] == "full") & (rows["context"] == "4k")]["per_step_ms"].iloc[0]
     assert texts["over_floor", "full", "4k"] == f"{step / 2:.2f}" and texts["step_bytes", "full", "4k"] == "4.000"
     assert texts["per_step_ms", "topk", "64k"] == texts["over_floor", "topk", "64k"] == "--"
     assert texts["floor_ms", "topk", "64k"] == "2.00" and "-- / --" in latex(cells)
     theirs = made("runtime_1b", rows.assign(model_id=published.MODELS["1b"]), spec)
     assert "The paper, batch 1" in latex(theirs)
-    assert (theirs["value"] != "").sum() == (cells["value"] != "").sum()
+    assert theirs["value"].notna().sum() == cells["value"].notna().sum()
     steps = cells["quantity"] == "per_step_ms"
-    assert set(cells["low"][steps & (cells["value"] != "")]) == {"1"} and set(cells["low"][~steps]) == {""}
-    once = made("runtime_1b", rows.assign(repeats="1"), spec)
-    assert set(once["low"]) == set(once["high"]) == {""}  # one repeat has no range
+    assert set(cells["low"][steps & cells["value"].notna()]) == {1} and cells["low"][~steps].isna().all()
+    once = made("runtime_1b", rows.assign(repeats=1), spec)
+    assert once["low"].isna().all() and once["high"].isna().all()  # one repeat has no range
 
 
 def test_kernels_of_the_cpu_are_rows_beside_the_others_and_change_none_of_them() -> None:
     rows, spec = study_rows("runtime_1b", **LATENCIES)
-    own = rows[rows["method"] == "full"].assign(implementation="kernels", batch="1")
-    scan = own.assign(method="scan4_regression_64", budget_percent="4", k="100")
+    own = rows[rows["method"] == "full"].assign(implementation="kernels", batch=1)
+    scan = own.assign(method="scan4_regression_64", budget_percent=4.0, k=100)
     before, after = (latex(made("runtime_1b", each, spec)) for each in (rows, pd.concat([rows, own, scan])))
     added = [line for line in after.splitlines() if line not in before.splitlines()]
     assert set(before.splitlines()) <= set(after.splitlines())
@@ -258,4 +259,4 @@ def test_training_times_have_a_fitting_unit(seconds: str, text: str) -> None:
     assert r"200 steps on 8$\times$H200" in latex(cells)
     beside = made("training_cost_64k", pd.DataFrame([log | {"model_id": published.MODELS["1b"]}]), spec)
     assert "in the paper" in latex(beside)
-    assert beside["value"].tolist() == [*cells["value"], "", "", "", ""]  # the paper's are not the study's
+    assert beside["value"].dropna().tolist() == cells["value"].tolist()  # the paper's are not the study's

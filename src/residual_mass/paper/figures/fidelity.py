@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from residual_mass.files import read_csv, read_parquet
+from residual_mass.files import read_parquet
 from residual_mass.metrics import KL
-from residual_mass.paper.cells import ALL_TASKS, numbers
+from residual_mass.paper.cells import ALL_TASKS
 from residual_mass.paper.figures.heads import equal_parts
 from residual_mass.paper.figures.style import (
     DISTANCE,
@@ -26,6 +26,7 @@ from residual_mass.paper.figures.style import (
     make_logarithmic,
     panels,
 )
+from residual_mass.paper.frames import read_results
 from residual_mass.paper.titles import method_title, text_title, trained_at_title
 from residual_mass.spec.columns import DRAFT, FIDELITY, FOLLOWING, GREEDY, OWN
 from residual_mass.spec.specs import FigureSpec
@@ -41,9 +42,11 @@ PANELS = (
     ("(d) by place in the continuation", "place (tokens)"),
 )
 """Titles and labels of the panels with means of groups."""
+OTHER_MAPS = (("v", "--"), ("D", ":"), ("P", "-."))
+"""Markers and lines of maps that are not the study's own."""
 DODGE = 0.8
 """Width that the marks of all methods take; groups are at distance 1."""
-LEFT_OUT = 0.05
+UNSHOWN_SHARE = 0.05
 """Share of the tokens, those with the smallest distances, that the distribution leaves out."""
 
 
@@ -54,25 +57,33 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     own text, prompts of benchmarks by the right answer. Feature maps are those of the study, unless the legend
     names the length that they were trained at.
     """
-    frames = [read_csv(path, FIDELITY, "fidelity") for path in data]
-    rows = pd.concat([frame[frame["text"] == text] for frame in frames for text in spec.texts], ignore_index=True)
-    kept = (rows["metric"] == KL.name) & (rows["task"] == ALL_TASKS) & (rows["state"] == OWN)
-    rows = rows[kept & ~rows["continuation"].isin((GREEDY, DRAFT))]
-    rows = rows.assign(**{name: numbers(rows[name]) for name in ("budget_percent", "value", "ci_low", "ci_high")})
+    rows = _distances_on(spec.texts, data)
     other = ~rows["maps"].isin(["", *spec.maps])
-    looks, greys = looks_of(rows["method"]), cycle(zip("vDP", ("--", ":", "-."), strict=True))
-    for maps, (marker, line) in zip(rows.loc[other, "maps"].unique(), greys, strict=False):
+    looks = looks_of(rows["method"])
+    for maps, (marker, line) in zip(rows.loc[other, "maps"].unique(), cycle(OTHER_MAPS), strict=False):
         looks[maps] = {"color": GREY, "marker": marker, "linestyle": line}
     documents = rows.groupby(["length", "text"])["documents"].transform("first")
-    counted = documents + np.where(rows["continuation"] == FOLLOWING, " documents", " prompts")
+    unit = np.where(rows["continuation"] == FOLLOWING, " documents", " prompts")
+    titles = rows["method"].map(method_title)
     rows = rows.assign(
         arm=rows["method"].mask(other, rows["maps"]),
-        title=rows["method"].map(method_title).mask(other, rows.loc[other, "maps"].map(trained_at_title)),
-        place=rows["text"].map(text_title) + ", " + rows["length"] + ": " + counted,
+        title=titles.mask(other, rows.loc[other, "maps"].map(trained_at_title)),
+        place=rows["text"].map(text_title) + ", " + rows["length"] + ": " + documents.astype(str) + unit,
     )
     figure = against_budget(rows, DISTANCE, looks)
     figure.axes[-1].fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label="95% interval")
     return finish(figure, spec, ": distance of the next token from full attention")
+
+
+def _distances_on(texts: Sequence[str], data: Sequence[Path]) -> pd.DataFrame:
+    """Returns the KL of all arms in their own state, in the order of the files and of the texts."""
+    frames = [read_results(path, FIDELITY, "fidelity") for path in data]
+    rows = pd.concat([frame[frame["text"] == text] for frame in frames for text in texts], ignore_index=True)
+    shown = rows["metric"] == KL.name
+    shown &= rows["task"] == ALL_TASKS
+    shown &= rows["state"] == OWN
+    shown &= ~rows["continuation"].isin((GREEDY, DRAFT))
+    return rows[shown]
 
 
 @figure
@@ -102,7 +113,7 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
             axis.set_xticks(places, labels, fontsize=6.5)
             axis.set_xlim(-0.5, len(points) - 0.5)
     far = rows.loc[rows["kl"] > 0, "kl"]
-    distribution.set_xlim(far.quantile(LEFT_OUT), far.max())
+    distribution.set_xlim(far.quantile(UNSHOWN_SHARE), far.max())
     make_logarithmic(distribution.xaxis, distribution.yaxis)
     distribution.yaxis.set_major_formatter(PERCENT)
     distribution.set(title="(a) tokens at least this far off", xlabel=DISTANCE, ylabel="share of tokens")

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from residual_mass.files import read_csv
 from residual_mass.methods import METHODS, TopK, method_named
 from residual_mass.methods.residuals import TOPK
 from residual_mass.metrics import KL, RELATIVE_ERROR, VERIFIED
-from residual_mass.paper.cells import load, numbers
 from residual_mass.paper.figures.style import (
     DISTANCE,
     GREY,
@@ -27,27 +25,29 @@ from residual_mass.paper.figures.style import (
     make_logarithmic,
     panels,
 )
-from residual_mass.paper.tables.residuals import ORACLES, compared, on_front
+from residual_mass.paper.frames import read_results
+from residual_mass.paper.results import load_results
+from residual_mass.paper.tables.residuals import ORACLES, method_comparison, on_front
 from residual_mass.paper.titles import method_title, text_title, title_parts
 from residual_mass.spec.specs import FigureSpec
 
-COLOURS = (*PALETTE[:-1], "#8C564B", "#7F7F00")
+SELECTOR_COLOURS = (*PALETTE[:-1], "#8C564B", "#7F7F00")
 """Colours of selectors; black, the last colour of the palette, is that of the front."""
-MARKS = "os^vDPX<>*hpd8"
-"""Marks of residuals."""
+RESIDUAL_MARKERS = "os^vDPX<>*hpd8"
+"""Markers of residuals."""
 NEEDED = ("method", "corpus", "length", "budget_percent", "error", "recall", "packs")
 
 
 def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
-    """Returns rows of residual errors in the order of the files and of the texts, with numbers as numbers, and the
-    columns of `against_budget` except `value`.
+    """Returns rows of residual errors in the order of the files and of the texts, with the columns of `against_budget`
+    except `value`.
     """
-    files = [read_csv(path, NEEDED, "residual-errors") for path in data]
+    files = [read_results(path, NEEDED, "residual-errors") for path in data]
     rows = pd.concat([file[file["corpus"] == text] for file in files for text in spec.texts], ignore_index=True)
     packs = rows.groupby(["length", "corpus"])["packs"].transform("first")
-    place = rows["corpus"].map(text_title) + ", " + rows["length"] + ": " + packs + " packs"
-    measured = {name: numbers(rows[name]) for name in ("budget_percent", "error", "recall")}
-    return rows.assign(**measured, text=rows["corpus"], place=place, arm=rows["method"])
+    texts = rows["corpus"].map(text_title) + ", " + rows["length"]
+    place = texts + ": " + packs.astype(str) + " packs"
+    return rows.assign(text=rows["corpus"], place=place, arm=rows["method"])
 
 
 @figure
@@ -72,12 +72,15 @@ def selection_recall(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     rows = compared_rows(spec, data)
     first: dict[object, str] = {}  # name of the first method with each selector
     for name in rows["method"].unique():
-        first.setdefault(method_named(name).selector, name)
-    first = {selector: name for selector, name in first.items() if selector != TopK() and not selector.replaces_cache}
-    rows = rows[rows["method"].isin(first.values()) & rows["recall"].notna()]
+        selector = method_named(name).selector
+        if selector != TopK() and not selector.replaces_cache:
+            first.setdefault(selector, name)
+    shown = rows["method"].isin(first.values()) & rows["recall"].notna()
+    rows = rows[shown]
     if rows.empty:
         raise ValueError(f"figure {spec.label}: no method selects otherwise than by exact scores; compare one")
-    rows = rows.assign(value=1 - rows["recall"], title=[title_parts(name)[0] for name in rows["method"]])
+    titles = [title_parts(name)[0] for name in rows["method"]]
+    rows = rows.assign(value=1 - rows["recall"], title=titles)
     figure = against_budget(rows, "missed attention mass", looks_of(rows["arm"]))
     return finish(figure, spec, ": attention mass of the top K that selectors miss")
 
@@ -86,7 +89,8 @@ def _looks(part: str, looks: Sequence[str]) -> dict[type, str]:
     """Returns a look for each class of the part "selector" or "residual", in the order of METHODS, so that all figures
     have the same looks. Raises ValueError when there are too few looks.
     """
-    kinds = dict.fromkeys(type(getattr(method, part)) for method in METHODS if not method.whole_prefix)
+    parts = [getattr(method, part) for method in METHODS if not method.whole_prefix]
+    kinds = dict.fromkeys(map(type, parts))
     if len(kinds) > len(looks):
         raise ValueError(f"{len(kinds)} kinds of {part} have {len(looks)} looks; add one in figures/residuals.py")
     return dict(zip(kinds, looks, strict=False))
@@ -101,35 +105,59 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     selectors, marks are what is added for the unread tokens, thin lines join the budgets of a method. The black line is
     the least distance that any method has with at most that many bytes; the exact mass, an oracle, is left out of it.
     """
-    errors = compared(load(data))
-    errors = errors.assign(share=100 * numbers(errors["step_share"]), budget=numbers(errors["budget_percent"]))
+    errors = method_comparison(load_results(data))
+    errors = errors.assign(share=100 * errors["step_share"])
     for part in ("selector", "residual"):
-        errors[part] = [type(getattr(method_named(name), part)) for name in errors["method"]]
-    colours, marks = _looks("selector", COLOURS), _looks("residual", MARKS)
-    columns = [(KL, "documents"), (RELATIVE_ERROR, "packs"), (VERIFIED, "documents")]
-    columns = columns[: 3 if errors[VERIFIED.name].any() else 2]
+        parts = [getattr(method_named(name), part) for name in errors["method"]]
+        errors[part] = list(map(type, parts))
+    colours = _looks("selector", SELECTOR_COLOURS)
+    markers = _looks("residual", RESIDUAL_MARKERS)
+    columns = [(KL, "documents"), (RELATIVE_ERROR, "packs")]
+    if errors[VERIFIED.name].notna().any():
+        columns.append((VERIFIED, "documents"))
     places = list(product(errors["length"].unique(), spec.texts, columns))
     figure, axes = panels(1.5, len(places), len(columns), "bytes of a step, %", sharex="col", sharey="col")
     for axis, (length, corpus, (metric, counted)) in zip(axes, places, strict=True):
-        shown = (errors["length"] == length) & (errors["corpus"] == corpus) & (errors[metric.name] != "")
-        panel = errors[shown].sort_values("budget", kind="stable")
-        panel = panel.assign(value=numbers(panel[metric.name]))
-        for (_, selector, residual), line in panel.groupby(["method", "selector", "residual"], sort=False):
-            colour = colours[selector]
-            pale = {"color": to_rgba(colour, 0.5), "linewidth": 0.6, "marker": marks[residual], "markeredgewidth": 0}
-            axis.plot(line["share"], line["value"], **pale, markeredgecolor=colour, markerfacecolor=colour)
-        best = panel[~panel["method"].isin(ORACLES)]
-        best = best.iloc[on_front(list(zip(best["share"], best["value"], strict=True)))].sort_values("share")
-        front: dict[str, Any] = {"color": "black", "linewidth": 1.4, "label": "front"}
-        axis.plot(best["share"], best["value"], **front, drawstyle="steps-post", zorder=1.5)
+        of_text = (errors["length"] == length) & (errors["corpus"] == corpus)
+        panel = errors[of_text & errors[metric.name].notna()]
+        panel = panel.assign(value=panel[metric.name]).sort_values("budget_percent", kind="stable")
+        _draw_methods(axis, panel, colours, markers)
+        _draw_front(axis, panel)
         axis.set_title(f"{text_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}", fontsize=7)
         axis.set_ylabel(DISTANCE if metric == KL else metric.title)
         axis.grid()
     for axis in axes[: len(columns)]:
         make_logarithmic(axis.xaxis, axis.yaxis)
-    for kind in (kind for kind in colours if kind in set(errors["selector"])):
-        axes[0].plot([], [], color=colours[kind], linewidth=2, label=kind.title or kind.__name__)
-    for kind in (kind for kind in marks if kind in set(errors["residual"])):
-        label = "nothing added" if kind is type(None) else kind.title or kind.__name__
-        axes[0].plot([], [], color=GREY, linestyle="", marker=marks[kind], label=label)
+    _add_labels(axes[0], errors, colours, markers)
     return finish(figure, spec, ": distance from full attention and bytes of a step", fontsize=6.5)
+
+
+def _draw_methods(axis: Axes, panel: pd.DataFrame, colours: dict[type, str], markers: dict[type, str]) -> None:
+    """Draws a pale line through the budgets of each method, with marks in full colour."""
+    for (_, selector, residual), line in panel.groupby(["method", "selector", "residual"], sort=False):
+        colour = colours[selector]
+        pale = {"color": to_rgba(colour, 0.5), "linewidth": 0.6}
+        marks = {"marker": markers[residual], "markeredgewidth": 0}
+        axis.plot(line["share"], line["value"], **pale, **marks, markeredgecolor=colour, markerfacecolor=colour)
+
+
+def _draw_front(axis: Axes, panel: pd.DataFrame) -> None:
+    """Draws the least value of all methods but oracles with at most so many bytes."""
+    competing = panel[~panel["method"].isin(ORACLES)]
+    points = list(zip(competing["share"], competing["value"], strict=True))
+    best = competing.iloc[on_front(points)].sort_values("share")
+    look = {"color": "black", "linewidth": 1.4, "drawstyle": "steps-post", "zorder": 1.5}
+    axis.plot(best["share"], best["value"], **look, label="front")
+
+
+def _add_labels(axis: Axes, errors: pd.DataFrame, colours: dict[type, str], markers: dict[type, str]) -> None:
+    """Labels the looks of the drawn selectors and residuals for the legend."""
+    selectors = set(errors["selector"])
+    for kind, colour in colours.items():
+        if kind in selectors:
+            axis.plot([], [], color=colour, linewidth=2, label=kind.title or kind.__name__)
+    residuals = set(errors["residual"])
+    for kind, marker in markers.items():
+        if kind in residuals:
+            label = "nothing added" if kind is type(None) else kind.title or kind.__name__
+            axis.plot([], [], color=GREY, linestyle="", marker=marker, label=label)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from residual_mass.paper.frames import read_frame
 from residual_mass.spec.labels import PUBLISHED
 from residual_mass.spec.settings import length_and_variant
 from residual_mass.spec.specs import TableSpec
@@ -20,7 +21,7 @@ DRAWN_ANEW = ("ruler",)
 """Benchmarks whose examples come from a generator, so that a study's differ from the paper's; other benchmarks have a
 fixed set of examples.
 """
-STAGES = {"exact_accounting": "findings", "phi_param_count": "maps", "training_cost_64k": "train"}
+PUBLISHED_STAGES = {"exact_accounting": "findings", "phi_param_count": "maps", "training_cost_64k": "train"}
 """Stages that make a study's values of tables other than scores and latencies."""
 
 
@@ -34,7 +35,7 @@ def rows(label: str) -> pd.DataFrame:
     path = Path(__file__).with_name(f"{label}.csv")
     if not path.is_file():
         raise ValueError(f"the paper has no table {label!r}; it has {', '.join(labels())}")
-    return pd.read_csv(path, dtype=str, keep_default_na=False).assign(study=PUBLISHED)
+    return read_frame(path).assign(study=PUBLISHED)
 
 
 def variants_of(label: str) -> set[str]:
@@ -42,27 +43,37 @@ def variants_of(label: str) -> set[str]:
     return {length_and_variant(maps)[1] for maps in rows(label)["maps"] if maps}
 
 
+def stage_of(label: str) -> str:
+    """Returns the stage that makes a study's values of table `label`."""
+    if label.startswith("runtime_"):
+        return "runtime"
+    return PUBLISHED_STAGES.get(label, "score")
+
+
 def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
     """Returns the values in the shape of a study's results, by stage, and what the table shows."""
     found = rows(label)
-    stage = STAGES.get(label, "runtime" if label.startswith("runtime_") else "score")
+    stage = stage_of(label)
     if stage == "findings":
         index = [name for name in found if name not in ("quantity", "value", "bold")]
-        places = found[index].drop_duplicates()
-        found = places.merge(found.pivot(index=index, columns="quantity", values="value").reset_index(), on=index)
+        values = found.pivot(index=index, columns="quantity", values="value").reset_index()
+        found = found[index].drop_duplicates().merge(values, on=index)
     if stage == "score":
-        found = found.assign(**dict.fromkeys(("gain", "gain_p", "flags", "data"), ""))
+        found = found.assign(gain=float("nan"), gain_p=float("nan"), flags="", data="")
 
     def distinct(name: str) -> tuple[str, ...]:
         return tuple(text for text in dict.fromkeys(found.get(name, ())) if text)
 
-    return {stage: found}, TableSpec(
+    budgets = found["budget_percent"].dropna() if "budget_percent" in found else ()
+    backbones = distinct("backbone")
+    spec = TableSpec(
         study=PUBLISHED,
         label=label,
-        backbones=distinct("backbone"),
+        backbones=backbones,
         lengths=distinct("context" if stage == "runtime" else "length"),
-        budgets=tuple(map(float, distinct("budget_percent"))),
+        budgets=tuple(dict.fromkeys(budgets)),
         benchmarks=distinct("benchmark"),
         maps=distinct("maps"),
-        backbone_titles={name: MODELS[name].split("/")[-1] for name in distinct("backbone")},
+        backbone_titles={name: MODELS[name].split("/")[-1] for name in backbones},
     )
+    return {stage: found}, spec

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
 
+from residual_mass.metrics import budget_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import FORMS, LEFT_OUT, best, cross, looked_up, numbers, part, with_values
+from residual_mass.paper.cells import best, cross, join_results, part, with_empty_texts, with_values
+from residual_mass.paper.digits import DASH, format_steps
 from residual_mass.paper.tables.layout import RUNTIME, Rows, lengths, middle_budget, table
 from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, method_title, text_title
 from residual_mass.spec.labels import METHODS, PUBLISHED
 from residual_mass.spec.specs import TableSpec
 
-ACCOUNTING = {
+ACCOUNTING_TITLES = {
     "e_topk": METHOD_TITLES["topk"], "e_nosub": METHOD_TITLES["topk_phi_nosub"], "e_sub": METHOD_TITLES["topk_phi"],
     "e_exact_nosub": "ExactNoSub", "log_z_error": "Log-$Z$ error",
 }  # fmt: skip
 """Titles of the printed columns, by column of the file; the first three compete for bold type."""
-PARAMETERS = {
+PARAMETER_TITLES = {
     "params_per_head": "Per head", "q_heads": "Query heads", "kv_heads": "KV heads",
     "phi_q_total": r"$\phi_{\mathrm{q}}$ total", "phi_k_total": r"$\phi_{\mathrm{k}}$ total", "total": "Total",
 }  # fmt: skip
-TRAINING = {
+TRAINING_TITLES = {
     "steps": "Steps / hardware",
     "sequences": "Sequences",
     "teacher_passes": "Passes",
@@ -37,22 +40,30 @@ TRAINING = {
     heads=("Corpus", "Length", "$K$"),
     keys="backbone corpus length k budget_percent maps quantity",
     extra="clamped_share",
+    digits=".6f",
 )
 def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Errors of attention outputs with and without completion and subtraction, by corpus and length."""
     findings = rows["findings"]
-    titles = [show.backbone_titles[name] * (len(show.backbones) > 1) for name in show.backbones]
-    lines = cross(part("length", show.lengths), part("corpus", dict.fromkeys(findings["corpus"])))
-    columns = part("column", ACCOUNTING.values(), quantity=ACCOUNTING)
-    cells = cross(part("block", titles, backbone=show.backbones), lines, columns)
-    cells = with_values(looked_up(cells.assign(budget_percent=middle_budget(show)), findings))
-    cells["row"] = cells["corpus"].map(text_title) + " | " + cells["length"] + " | " + cells["k"]
-    signed = (cells["quantity"] == "log_z_error") & (cells["text"] != LEFT_OUT)
+    several = len(show.backbones) > 1
+    titles = [show.backbone_titles[name] if several else "" for name in show.backbones]
+    corpora = dict.fromkeys(findings["corpus"])
+    cells = cross(
+        part("block", titles, backbone=show.backbones),
+        part("length", show.lengths),
+        part("corpus", corpora),
+        part("column", ACCOUNTING_TITLES.values(), quantity=ACCOUNTING_TITLES),
+    )
+    cells = cells.assign(budget_percent=middle_budget(show))
+    cells = with_values(join_results(cells, findings))
+    cells["row"] = cells["corpus"].map(text_title) + " | " + cells["length"] + " | " + cells["k"].astype(str)
+    signed = (cells["quantity"] == "log_z_error") & (cells["text"] != DASH)
     cells["printed"] = cells["text"].mask(signed, "$" + cells["text"] + "$")
     if show.study != PUBLISHED:
-        clamped = cells["clamped_share"].where(cells["quantity"].isin(["e_sub", "log_z_error"]), "")
+        completed = cells["quantity"].isin(["e_sub", "log_z_error"])
+        clamped = cells["clamped_share"].where(completed)
         cells = cells.assign(n=cells["packs"], counted="packs", clamped_share=clamped)
-    competing = cells["quantity"].isin(list(ACCOUNTING)[:3])
+    competing = cells["quantity"].isin(list(ACCOUNTING_TITLES)[:3])
     return cells.assign(bold=best(cells, competing, ["backbone", "corpus", "length"], False))
 
 
@@ -60,13 +71,15 @@ def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
 def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Numbers of parameters of a backbone's feature maps, per head and in total."""
     maps = rows["maps"].rename(columns={"query_heads": "q_heads"})
-    maps = maps.sort_values("d_phi", key=numbers, kind="stable")
+    maps = maps.sort_values("d_phi", kind="stable")
     maps = maps.sort_values("backbone", key=lambda names: names.map(show.backbones.index), kind="stable")
-    per_head, heads = maps["params_per_head"].astype(int), maps[["q_heads", "kv_heads"]].astype(int)
-    totals = {"phi_q_total": per_head * heads["q_heads"], "phi_k_total": per_head * heads["kv_heads"]}
-    maps = maps.assign(**totals, total=sum(totals.values()), d_emb=maps["d_emb"].where(maps["kind"] == "rezero", ""))
-    maps["row"] = maps["backbone"].map(show.backbone_titles) + " / " + maps["d_phi"]
-    return with_values(cross(maps, part("column", PARAMETERS.values(), quantity=PARAMETERS)))
+    queries = maps["params_per_head"] * maps["q_heads"]
+    keys = maps["params_per_head"] * maps["kv_heads"]
+    maps = maps.assign(phi_q_total=queries, phi_k_total=keys, total=queries + keys)
+    maps["d_emb"] = maps["d_emb"].where(maps["kind"] == "rezero")
+    maps["row"] = maps["backbone"].map(show.backbone_titles) + " / " + maps["d_phi"].astype(str)
+    columns = part("column", PARAMETER_TITLES.values(), quantity=PARAMETER_TITLES)
+    return with_values(cross(maps, columns))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -78,51 +91,74 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
     heads=("Backbone",),
     keys="backbone length maps quantity",
     extra="steps hardware processes",
+    digits=".6f",
 )
 def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Costs of training, a row per backbone, followed by the paper's row for the same model."""
-    theirs = published.rows("training_cost_64k").assign(row="in the paper", sequences="", teacher_passes="")
-    theirs[["processes", "hardware"]] = theirs["hardware"].str.split("x", n=1, expand=True).to_numpy()
+    theirs = _published_efforts()
+    titles = TRAINING_TITLES
     if show.study == PUBLISHED:
-        shown = {name: TRAINING[name] for name in ("steps", "wall_clock_h")}
-        titles = theirs["backbone"].map(show.backbone_titles)
-        lines = [theirs.assign(length=published.MAIN_MAPS, row=titles)]
+        titles = {name: TRAINING_TITLES[name] for name in ("steps", "wall_clock_h")}
+        of_backbone = theirs["backbone"].map(show.backbone_titles)
+        lines = [theirs.assign(length=published.MAIN_MAPS, row=of_backbone)]
     else:
-        shown, lines, logs = TRAINING, [], _efforts_of(rows["train"], show)
+        logs = _efforts_of(rows["train"], show)
+        lines = []
         for backbone, model in zip(logs["backbone"], logs["model_id"], strict=True):
-            paper = theirs[theirs["backbone"].map(published.MODELS) == model].assign(backbone=backbone)
-            lines += [logs[logs["backbone"] == backbone], paper]
-    cells = cross(pd.concat(lines, ignore_index=True).fillna(""), part("column", shown.values(), quantity=shown))
-    cells = with_values(cells).assign(maps=cells["length"])
+            same = theirs["backbone"].map(published.MODELS) == model
+            lines.append(logs[logs["backbone"] == backbone])
+            lines.append(theirs[same].assign(backbone=backbone))
+    efforts = with_empty_texts(pd.concat(lines, ignore_index=True))
+    columns = part("column", titles.values(), quantity=titles)
+    cells = with_values(cross(efforts, columns))
     from_paper = cells["study"] == PUBLISHED
-    cells["text"] = cells["text"].mask(from_paper & (cells["quantity"] == "wall_clock_h"), cells["value"] + " h")
-    efforts = pd.Series([_effort(cell) for cell in cells.to_dict("records")])
-    cells["printed"] = cells["text"].mask(cells["quantity"] == "steps", efforts)
-    return cells.assign(value=cells["value"].mask(from_paper & (show.study != PUBLISHED), ""))
+    in_hours = cells["value"].map("{:g} h".format)
+    text = cells["text"].mask(from_paper & (cells["quantity"] == "wall_clock_h"), in_hours)
+    of_steps = pd.Series([_effort(cell) for cell in cells.to_dict("records")])
+    printed = text.mask(cells["quantity"] == "steps", of_steps)
+    value = cells["value"].mask(from_paper & (show.study != PUBLISHED))
+    return cells.assign(maps=cells["length"], text=text, printed=printed, value=value)
+
+
+def _published_efforts() -> pd.DataFrame:
+    """Returns the paper's costs, with its hardware such as "8xH200" in two columns."""
+    theirs = published.rows("training_cost_64k")
+    parts = theirs["hardware"].str.split("x", n=1, expand=True)
+    return theirs.assign(row="in the paper", processes=parts[0].astype("Int64"), hardware=parts[1])
 
 
 def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
     """Returns the last row of every backbone's log, with numbers of sequences and of teacher passes, and hours."""
-    logs = logs.drop_duplicates("backbone", keep="last").set_index("backbone").loc[list(show.backbones)].reset_index()
-    steps, per_step, reuse = (logs[name].astype(int) for name in ("steps", "sequences_per_step", "reuse"))
-    hours = (numbers(logs["seconds"]) / 3600).map("{:.6f}".format)
-    logs = logs.assign(sequences=steps * per_step, teacher_passes=-(-steps // reuse) * per_step, wall_clock_h=hours)
-    return logs.assign(row=logs["backbone"].map(show.backbone_titles), n="1", counted="trainings")
+    last = logs.drop_duplicates("backbone", keep="last").set_index("backbone")
+    logs = last.loc[list(show.backbones)].reset_index()
+    sequences = logs["steps"] * logs["sequences_per_step"]
+    batches = -(-logs["steps"] // logs["reuse"])
+    hours = (logs["seconds"] / 3600).round(6)
+    return logs.assign(
+        sequences=sequences,
+        teacher_passes=batches * logs["sequences_per_step"],
+        wall_clock_h=hours,
+        row=logs["backbone"].map(show.backbone_titles),
+        n=1,
+        counted="trainings",
+    )
 
 
-def _effort(cell: Mapping[str, str]) -> str:
+def _effort(cell: Mapping[str, Any]) -> str:
     """Returns `200k steps on 8xH200`. As in the paper, the vendor is left out, and a CPU's name, which the CSV has."""
-    shown = re.sub(r".*, (?=\d+ threads?$)", "CPU, ", cell["hardware"])
-    counted = (shown and not shown.startswith("CPU")) or int(cell["processes"] or 1) > 1
-    times = rf"{cell['processes'] or 1}$\times$" if counted else ""
-    steps = FORMS["steps"](int(cell["steps"]))
-    return f"{steps} steps on {times}{shown.removeprefix('NVIDIA ') or 'unknown hardware'}"
+    hardware = re.sub(r".*, (?=\d+ threads?$)", "CPU, ", cell["hardware"])
+    processes = 1 if pd.isna(cell["processes"]) else cell["processes"]
+    on_a_cpu = not hardware or hardware.startswith("CPU")
+    times = "" if on_a_cpu and processes == 1 else rf"{processes}$\times$"
+    name = hardware.removeprefix("NVIDIA ") or "unknown hardware"
+    return f"{format_steps(cell['steps'])} steps on {times}{name}"
 
 
 # ---- latencies -------------------------------------------------------------------------------------------------------
 
-IMPLEMENTATIONS = {"prototype": "Prototype", "fused": "Fused", "kernels": "CPU kernels"}
-TIMES, TRAFFIC = ("per_step_ms", "end_to_end_ms"), ("step_bytes", "floor_ms", "over_floor")
+IMPLEMENTATION_TITLES = {"prototype": "Prototype", "fused": "Fused", "kernels": "CPU kernels"}
+TIMES = ("per_step_ms", "end_to_end_ms")
+TRAFFIC = ("step_bytes", "floor_ms", "over_floor")
 """Quantities that share a field: `step / end to end`, then `traffic / floor / step over floor`."""
 
 
@@ -132,55 +168,86 @@ TIMES, TRAFFIC = ("per_step_ms", "end_to_end_ms"), ("step_bytes", "floor_ms", "o
     heads=("Context", "$K$"),
     keys="backbone implementation method length batch budget_percent k quantity",
     extra="low high peak_memory_mib not_measured phi_weights dtype device",
+    digits=".3f",
 )
 def runtime(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Latencies of one backbone by implementation, batch, context and method, then the traffic of a step; with the
     paper's values where it measured that model.
     """
-    found = rows["runtime"][rows["runtime"]["context"].isin(show.lengths)]
-    order = [found["implementation"].map(list(IMPLEMENTATIONS).index), pd.to_numeric(found["batch"])]
-    measured = [of for _, of in found.groupby(order)]
-    in_columns = found.loc[found["implementation"] != "kernels", "method"]  # the file has those with kernels only
-    methods = list(dict.fromkeys([*METHODS, *in_columns]))
-    titles = [method_title(name) + OWN_ROW * (name not in METHODS) for name in methods]
-    columns = part("column", titles, method=methods)
+    found = rows["runtime"]
+    found = found[found["context"].isin(show.lengths)]
+    measured = _blocks_of(found)
+    columns = _method_columns(found)
+    parts = [_latencies(block, columns, show, TIMES) for block in measured]
     if show.study == PUBLISHED:
-        return pd.concat([_latencies(of, columns, show, TIMES).assign(block="") for of in measured], ignore_index=True)
-    parts = [_latencies(of, columns, show, TIMES) for of in measured]
-    for name in (name for name, model in published.MODELS.items() if model == found["model_id"].iloc[0]):
-        results, spec = published.results(f"{RUNTIME}{name}")
-        block = _latencies(results["runtime"], columns, spec, TIMES)
-        parts.append(block.assign(value="", block="The paper, batch 1", backbone=show.backbones[0]))
-    # The file rounds the floor, which is 0 for a tiny model.
-    parts += [_latencies(of.assign(over_floor=_over_floor(of)), columns, show, TRAFFIC) for of in measured]
-    return pd.concat(parts, ignore_index=True).fillna("")
+        return pd.concat(parts, ignore_index=True).assign(block="")
+    model = found["model_id"].iloc[0]
+    for block in _published_latencies(model, columns):
+        parts.append(block.assign(backbone=show.backbones[0]))
+    for block in measured:
+        block = block.assign(over_floor=_over_floor(block))
+        parts.append(_latencies(block, columns, show, TRAFFIC))
+    return with_empty_texts(pd.concat(parts, ignore_index=True))
+
+
+def _blocks_of(found: pd.DataFrame) -> list[pd.DataFrame]:
+    """Returns the rows of each implementation and batch."""
+    order = found["implementation"].map(list(IMPLEMENTATION_TITLES).index)
+    return [block for _, block in found.groupby([order, found["batch"]])]
+
+
+def _method_columns(found: pd.DataFrame) -> pd.DataFrame:
+    """Returns a column for each method of the paper, then of the study; but not of those with kernels only."""
+    in_columns = found["implementation"] != "kernels"
+    methods = list(dict.fromkeys([*METHODS, *found.loc[in_columns, "method"]]))
+    titles = [method_title(name) + OWN_ROW * (name not in METHODS) for name in methods]
+    return part("column", titles, method=methods)
+
+
+def _published_latencies(model: str, columns: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    """Yields the paper's block of a model, if it measured it; its values are not the study's."""
+    for name, published_model in published.MODELS.items():
+        if published_model == model:
+            results, spec = published.results(f"{RUNTIME}{name}")
+            block = _latencies(results["runtime"], columns, spec, TIMES)
+            yield block.assign(value=float("nan"), block="The paper, batch 1")
 
 
 def _over_floor(found: pd.DataFrame) -> pd.Series:
-    """Returns a measured step as a multiple of the time that its traffic takes at full bandwidth."""
-    ratio = numbers(found["per_step_ms"]) / (numbers(found["step_bytes"]) / numbers(found["bandwidth_gb_s"]) / 1e6)
-    return ratio.map("{:.6f}".format).where(ratio.notna(), "")
+    """Returns a measured step as a multiple of the time that its traffic takes at full bandwidth. The file rounds the
+    floor, which is 0 for a tiny model.
+    """
+    floor_ms = found["step_bytes"] / found["bandwidth_gb_s"] / 1e6
+    return (found["per_step_ms"] / floor_ms).astype(float).round(6)
 
 
-def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quantities: Iterable[str]) -> pd.DataFrame:
+def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quantities: Sequence[str]) -> pd.DataFrame:
     """Returns one block: contexts by methods, with the quantities of a measurement in one field."""
-    first, traffic = found.iloc[0], quantities == TRAFFIC
-    block = f"{IMPLEMENTATIONS[first['implementation']]}, batch {first['batch']}"
+    first = found.iloc[0]
     places = cross(lengths(show, "row"), columns, part("quantity", quantities))
-    places = places.assign(**first[["implementation", "batch", "backbone"]])
+    places = places.assign(implementation=first["implementation"], batch=first["batch"], backbone=first["backbone"])
     found = found.rename(columns={"context": "length"})
-    cells = looked_up(places, found, absent=True)
-    if traffic:
-        shared = dict.fromkeys(f"{float(budget):g}%" for budget in found["budget_percent"] if budget)
-        block += f", budget {', '.join(shared)}"
+    cells = join_results(places, found, absent=True)
+    title = f"{IMPLEMENTATION_TITLES[first['implementation']]}, batch {first['batch']}"
+    if quantities == TRAFFIC:
+        shared = dict.fromkeys(f"{budget_text(budget)}%" for budget in found["budget_percent"].dropna())
+        cells = cells.assign(grid="traffic", block=f"{title}, budget {', '.join(shared)}")
     else:
-        k = found[found["budget_percent"] != ""].drop_duplicates("length").set_index("length")["k"]
-        cells["row"] += " | " + cells["row"].map(k)
+        partial = found[found["budget_percent"].notna()].drop_duplicates("length")
+        k = partial.set_index("length")["k"].map(str)
+        cells = cells.assign(grid="", block=title, row=cells["row"] + " | " + cells["row"].map(k))
     cells = with_values(cells)
+    measured = cells["source"] != "" if "source" in cells else cells["value"].notna()
     fields = cells.groupby(["row", "column"], sort=False)["text"].transform(" / ".join)
-    cells["printed"] = fields.mask(cells.get("source", cells["value"]) == "", LEFT_OUT)
-    cells = cells.assign(n=cells.get("repeats", ""), counted="repeats", grid="traffic" if traffic else "")
-    ranges = (cells["quantity"] == "per_step_ms") & (cells["n"] != "1")  # one repeat has no range
+    cells = cells.assign(printed=fields.where(measured, DASH), n=cells.get("repeats"), counted="repeats")
+    return _with_ranges(cells)
+
+
+def _with_ranges(cells: pd.DataFrame) -> pd.DataFrame:
+    """Adds the range of a step over the repeats; a single repeat has none."""
+    repeated = (cells["quantity"] == "per_step_ms") & (cells["n"] != 1)
     for name in ("low", "high"):
-        cells[name] = cells.get(f"per_step_{name}_ms", pd.Series("", cells.index)).where(ranges, "")
-    return cells.assign(block=block)
+        column = f"per_step_{name}_ms"
+        if column in cells:
+            cells[name] = cells[column].where(repeated)
+    return cells

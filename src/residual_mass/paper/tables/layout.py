@@ -9,15 +9,17 @@ from typing import Any
 
 import pandas as pd
 
+from residual_mass.metrics import budget_text, written_budget
 from residual_mass.paper import published
-from residual_mass.paper.cells import COMMON, SHAPE, cross, part
+from residual_mass.paper.cells import COMMON, PLACEMENT, cross, part
+from residual_mass.paper.frames import typed
 from residual_mass.paper.titles import OWN_ROW, method_title, text_title
 from residual_mass.spec.labels import METHODS
 from residual_mass.spec.settings import length_and_variant
-from residual_mass.spec.specs import TableSpec
+from residual_mass.spec.specs import ReportSpec, TableSpec
 
 Rows = Mapping[str, pd.DataFrame]
-"""Result rows by stage, as `cells.load` reads them."""
+"""Result rows by stage, as `results.load_results` reads them."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Table:
         keys: columns that identify a cell; they begin the CSV.
         extra: further columns of the CSV.
         benchmarks: benchmarks whose scores it shows.
+        digits: format of the floats in the CSV, that of the stage whose numbers it shows.
     """
 
     label: str
@@ -39,17 +42,17 @@ class Table:
     keys: str
     extra: str = ""
     benchmarks: tuple[str, ...] = ()
+    digits: str = ".6g"
 
     def cells(self, rows: Rows, show: TableSpec) -> pd.DataFrame:
-        """Returns the cells of a study's table as strings, with the columns of its CSV; unknown fields are empty.
+        """Returns the cells of a study's table, typed, with the columns of its CSV.
 
         Raises:
             ValueError: a cell that the study evaluates has no result.
         """
         cells = self.make(rows, show).assign(table=show.label)
-        flags = {name: cells[name].map({True: "1"}) for name in ("bold", "own") if name in cells}
-        columns = ["table", *self.keys.split(), *COMMON, *self.extra.split(), *SHAPE]
-        return cells.assign(**flags).reindex(columns=columns).astype(object).fillna("").astype(str)
+        columns = ["table", *self.keys.split(), *COMMON, *self.extra.split(), *PLACEMENT]
+        return typed(cells, columns)
 
 
 TABLES: list[Table] = []
@@ -69,10 +72,12 @@ def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], C
 
 def find(label: str) -> Table:
     """Returns the table of a label. Raises ValueError when there is none, or there are two."""
-    name = RUNTIME if re.fullmatch(rf"{RUNTIME}[a-z0-9][a-z0-9._-]*", label) else label
+    of_runtime = re.fullmatch(rf"{RUNTIME}[a-z0-9][a-z0-9._-]*", label)
+    name = RUNTIME if of_runtime else label
     found = [entry for entry in TABLES if entry.label == name]
     if not found:
-        raise ValueError(f"table {label!r} is unknown; known are {', '.join(each.label for each in TABLES)}<backbone>")
+        known = ", ".join(each.label for each in TABLES)
+        raise ValueError(f"table {label!r} is unknown; known are {known}<backbone>")
     if len(found) > 1:
         modules = " and ".join(entry.make.__module__ for entry in found)
         raise ValueError(f"table {label!r} is registered in {modules}; give one of them another label")
@@ -83,22 +88,31 @@ def find(label: str) -> Table:
 
 
 def backbones(show: TableSpec) -> pd.DataFrame:
-    return part("group", (show.backbone_titles[name] for name in show.backbones), backbone=show.backbones)
+    titles = [show.backbone_titles[name] for name in show.backbones]
+    return part("group", titles, backbone=show.backbones)
 
 
 def backbones_by_text(show: TableSpec, corpora: Iterable[str]) -> pd.DataFrame:
     """Returns a group of columns per backbone and text."""
     groups = cross(backbones(show), part("corpus", dict.fromkeys(corpora)))
-    return groups.assign(group=groups["group"] + "\n" + groups["corpus"].map(text_title))
+    texts = groups["corpus"].map(text_title)
+    return groups.assign(group=groups["group"] + "\n" + texts)
 
 
 def budgets(show: TableSpec) -> pd.DataFrame:
-    names = [f"{budget:g}" for budget in show.budgets]
-    return part("column", (f"{name}%" for name in names), budget_percent=names)
+    percents = [written_budget(budget) for budget in show.budgets]
+    return part("column", map(budget_title, percents), budget_percent=percents)
 
 
-def middle_budget(show: TableSpec) -> str:
-    return f"{sorted(show.budgets)[(len(show.budgets) - 1) // 2]:g}"
+def budget_title(percent: float) -> str:
+    """Returns the title of a column of a budget, such as "0.5%"."""
+    return f"{budget_text(percent)}%"
+
+
+def middle_budget(show: TableSpec | ReportSpec) -> float:
+    """Returns the budget in the middle, the lower one of two."""
+    ordered = sorted(map(written_budget, show.budgets))
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
@@ -109,15 +123,20 @@ def method_rows(show: TableSpec) -> pd.DataFrame:
     """Returns the paper's methods, then the study's own."""
     own = dict.fromkeys(METHODS, False) | dict.fromkeys(show.own_methods, True)
     titles = [method_title(name) + OWN_ROW * own[name] for name in own]
-    return part("row", titles, method=own).assign(own=list(own.values()))
+    return part("row", titles, method=own, own=own.values())
 
 
 def map_rows(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
     """Returns full attention and top-K, a row per feature maps (the paper's first), then the study's own methods."""
-    theirs = published.variants_of(show.label) if show.label in published.labels() else None
-    own = {maps: theirs is not None and length_and_variant(maps)[1] not in theirs for maps in show.maps}
+    own = dict.fromkeys(show.maps, False)
+    if show.label in published.labels():
+        theirs = published.variants_of(show.label)
+        own = {maps: length_and_variant(maps)[1] not in theirs for maps in show.maps}
     names = sorted(show.maps, key=own.__getitem__)
-    maps = part("row", (title(name) + OWN_ROW * own[name] for name in names), maps=names)
-    maps = maps.assign(method="topk_phi", own=[own[name] for name in names])
+    titles = [title(name) + OWN_ROW * own[name] for name in names]
+    maps = part("row", titles, maps=names, own=[own[name] for name in names])
+    maps = maps.assign(method="topk_phi")
     methods = method_rows(show).assign(maps="")
-    return pd.concat([methods[:2], maps, methods[len(METHODS) :]], ignore_index=True)
+    without_maps = methods[:2]
+    of_the_study = methods[len(METHODS) :]
+    return pd.concat([without_maps, maps, of_the_study], ignore_index=True).astype({"own": bool})

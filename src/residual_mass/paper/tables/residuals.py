@@ -9,8 +9,17 @@ import pandas as pd
 from residual_mass.methods import METHODS
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
-from residual_mass.paper.cells import ALL_TASKS, best, cross, in_mathematics, looked_up, numbers, part, with_values
-from residual_mass.paper.tables.layout import Rows, backbones, backbones_by_text, budgets, lengths, table
+from residual_mass.paper.cells import ALL_TASKS, best, cross, join_results, part, with_empty_texts, with_values
+from residual_mass.paper.digits import in_mathematics
+from residual_mass.paper.tables.layout import (
+    Rows,
+    backbones,
+    backbones_by_text,
+    budget_title,
+    budgets,
+    lengths,
+    table,
+)
 from residual_mass.paper.titles import method_title, text_title
 from residual_mass.spec.columns import DRAFT, DRAFTED, FOLLOWING, OWN
 from residual_mass.spec.labels import TOPK
@@ -18,6 +27,8 @@ from residual_mass.spec.specs import TableSpec
 
 ORACLES = [method.name for method in METHODS if method.oracle]
 RESIDUAL_KEYS = "backbone corpus length method budget_percent maps quantity"
+ARM_ON_TEXT = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
+"""Columns by which errors and distances of a method are joined."""
 ERROR_GRIDS = {
     "relative_error": "Relative error of attention outputs",
     "log_z_error": "Error of the residual's log mass, nats",
@@ -35,11 +46,13 @@ DEPLOYABLE = {
     SAME_TOP.name: "Top\ntoken", "relative_error": "Error", "summary_bytes": "State,\nbytes",
     "training_steps": TRAINING, "training_seconds": TRAINING,
 }  # fmt: skip
-COUNTED = {
+UNITS = {
     **dict.fromkeys((KL.name, SAME_TOP.name, VERIFIED.name), "documents"),
     **dict.fromkeys(("relative_error", "log_z_error"), "packs"),
 }
-"""Units of sample sizes by quantity: columns of `compared`."""
+"""Units of sample sizes by quantity: columns of `method_comparison`."""
+ENDS = ("", "_ci_low", "_ci_high")
+"""Endings of the columns of a value and its interval."""
 
 
 @table(
@@ -51,22 +64,25 @@ COUNTED = {
 )
 def residual_estimators(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Errors of attention outputs and of the residual's mass, KL of the next token, and costs: a grid each."""
-    errors = compared(rows)
+    errors = method_comparison(rows)
     methods = list(dict.fromkeys(errors["method"]))
     lines = part("row", map(method_title, methods), method=methods)
     grids = part("grid", ERROR_GRIDS.values(), quantity=ERROR_GRIDS)
-    if errors[KL.name].eq("").all():
+    if errors[KL.name].isna().all():
         grids = grids[grids["quantity"] != KL.name]
-    places = cross(grids, lengths(show, "block"), lines, backbones_by_text(show, errors["corpus"]), budgets(show))
-    cells = _printed(looked_up(places, errors))
+    groups = backbones_by_text(show, errors["corpus"])
+    places = cross(grids, lengths(show, "block"), lines, groups, budgets(show))
+    cells = _with_sources(join_results(places, errors))
     competing = ~cells["method"].isin(ORACLES) & (cells["quantity"] != "log_z_error")
-    cells["bold"] = best(cells, competing, ["quantity", "backbone", "corpus", "length", "budget_percent"], False)
-    cells["printed"] = in_mathematics(cells)
+    bold = best(cells, competing, ["quantity", "backbone", "corpus", "length", "budget_percent"], False)
+    cells = cells.assign(bold=bold, printed=in_mathematics(cells))
     columns = part("column", COSTS.values(), quantity=COSTS)
     places = cross(lengths(show, "block"), lines, backbones(show), columns)
     places["grid"] = "State per KV head and layer, and training"
-    once = errors.drop_duplicates(["backbone", "length", "method"]).drop(columns=["corpus", "budget_percent"])
-    return pd.concat([cells, _printed(looked_up(places, once))], ignore_index=True)
+    once = errors.drop_duplicates(["backbone", "length", "method"])
+    once = once.drop(columns=["corpus", "budget_percent"])
+    costs = _with_sources(join_results(places, once))
+    return pd.concat([cells, costs], ignore_index=True)
 
 
 @table(
@@ -80,69 +96,112 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """The Pareto front of what a decode step reads and of the next token's divergence, with exact top-K at the same
     budgets.
     """
-    errors = compared(rows)
-    places = cross(backbones(show), lengths(show, "block"), part("corpus", dict.fromkeys(errors["corpus"])))
-    measured = errors[errors[KL.name] != ""].groupby(["backbone", "length", "corpus"], sort=False)
-    shown = places[["backbone", "length", "corpus"]].itertuples(index=False, name=None)
-    lines = [_front(measured.get_group(place)) for place in shown if place in measured.groups]
-    if not lines:
+    errors = method_comparison(rows)
+    texts = part("corpus", dict.fromkeys(errors["corpus"]))
+    places = cross(backbones(show), lengths(show, "block"), texts)
+    place = ["backbone", "length", "corpus"]
+    measured = errors[errors[KL.name].notna()].groupby(place, sort=False)
+    shown = places[place].itertuples(index=False, name=None)
+    fronts = [_front(measured.get_group(name)) for name in shown if name in measured.groups]
+    if not fronts:
         raise ValueError(
             "table deployable: no method has both errors and distances of the next token; run the fidelity stage with "
             "its texts and lengths"
         )
-    lines = pd.concat(lines, ignore_index=True)
-    lines["row"] = lines["method"].map(method_title) + lines["front"].map({"1": "", "0": r"$^{\circ}$"})
+    lines = pd.concat(fronts, ignore_index=True)
+    lines["row"] = lines["method"].map(method_title) + lines["front"].map({1: "", 0: r"$^{\circ}$"})
     lines["block"] = lines["corpus"].map(text_title)
-    lines["grid"] = lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
-    cells = _printed(cross(lines, part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)))
-    cells.loc[cells["quantity"] == "", "text"] = cells["budget_percent"] + "%"
-    # Two quantities of a method share a field: the second in brackets, the number of drafts after the interval.
-    low, high = (numbers(cells[end]).map("{:.0%}".format) for end in ("ci_low", "ci_high"))
-    interval = (low + " to " + high + "; ").where(cells["ci_low"] != "", "").shift(fill_value="")
+    lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
+    lines["grid"] = lines["group"]
+    columns = part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)
+    cells = _with_sources(cross(lines, columns))
+    cells["text"] = cells["text"].mask(cells["quantity"] == "", cells["budget_percent"].map(budget_title))
+    return cells.assign(printed=_with_brackets(cells), own=cells["front"] == 0)
+
+
+def _with_brackets(cells: pd.DataFrame) -> pd.Series:
+    """Returns what fields print. Two quantities of a method share a field: the second in brackets, the number of drafts
+    after the interval.
+    """
+    low = cells["ci_low"].map("{:.0%}".format)
+    high = cells["ci_high"].map("{:.0%}".format)
+    interval = (low + " to " + high + "; ").where(cells["ci_low"].notna(), "")
+    of_the_first = interval.shift(fill_value="")
+    brackets = " (" + of_the_first + cells["text"] + ")"
+    brackets = brackets.where(cells["value"].notna(), "")
     second = cells["column"] == cells["column"].shift()
-    brackets = (" (" + interval + cells["text"] + ")").where(cells["value"] != "", "")
-    cells["printed"] = cells["text"].mask(second, brackets).groupby((~second).cumsum()).transform("".join)
-    return cells.assign(own=cells["front"] == "0")
+    fields = (~second).cumsum()
+    return cells["text"].mask(second, brackets).groupby(fields).transform("".join)
 
 
-def compared(rows: Rows) -> pd.DataFrame:
+# ---- joined results --------------------------------------------------------------------------------------------------
+
+
+def method_comparison(rows: Rows) -> pd.DataFrame:
     """Returns errors of methods on texts. Adds, where measured, the KL divergence and the share of equal top tokens of
-    the same methods and maps (else `documents` is empty), the bytes per verified token, and the seconds that their maps
-    were trained for.
+    the same methods and maps (else `documents` is unknown), the bytes per verified token, and the seconds that their
+    maps were trained for.
     """
     errors = rows["residual_errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
-    keys = ["backbone", "corpus", "length", "method", "budget_percent", "maps"]
     forced = rows.get("fidelity", pd.DataFrame(columns=["text", "metric", "task", "state", "continuation"]))
     forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN)]
-    continuations = {KL.name: FOLLOWING, SAME_TOP.name: FOLLOWING, FIRST_DIFFERENCES.name: DRAFT}
-    for metric, continuation in continuations.items():
-        about = {"text": "corpus", "value": metric, "ci_low": f"{metric}_ci_low", "ci_high": f"{metric}_ci_high"}
-        about |= {"source": "kl_source", "documents": "documents"} if metric == KL.name else {}
-        found = forced[(forced["metric"] == metric) & (forced["continuation"] == continuation)].rename(columns=about)
-        errors = errors.merge(found.reindex(columns=list(dict.fromkeys([*keys, *about.values()]))), how="left", on=keys)
-    last = rows.get("train", pd.DataFrame(columns=["backbone", "length", "seconds", "source"]))
-    last = last.drop_duplicates(["backbone", "length"], keep="last")
-    last = last[["backbone", "length", "seconds", "source"]]
-    last = last.set_axis(["backbone", "maps", "training_seconds", "seconds_source"], axis=1)
-    errors = errors.merge(last, how="left", on=["backbone", "maps"]).fillna("")
-    for end in ("", "_ci_low", "_ci_high"):
-        pairs = zip(errors["step_share"], errors[FIRST_DIFFERENCES.name + end], strict=True)
-        drafts = [bytes_per_verified_token(float(b), float(h), DRAFTED) if h else ("", "") for b, h in pairs]
-        errors[VERIFIED.name + end] = [str(cost) for cost, _ in drafts]
+    for metric, continuation in (
+        (KL.name, FOLLOWING), (SAME_TOP.name, FOLLOWING), (FIRST_DIFFERENCES.name, DRAFT)
+    ):  # fmt: skip
+        measured = forced[(forced["metric"] == metric) & (forced["continuation"] == continuation)]
+        errors = errors.merge(_distances_of(measured, metric), how="left", on=ARM_ON_TEXT)
+    errors = errors.merge(_training_times(rows), how="left", on=["backbone", "maps"])
+    return _with_verified(with_empty_texts(errors))
+
+
+def _distances_of(measured: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Returns the columns of one metric, by ARM_ON_TEXT; those of KL with its file and documents."""
+    names = {"text": "corpus", "value": metric, "ci_low": f"{metric}_ci_low", "ci_high": f"{metric}_ci_high"}
+    if metric == KL.name:
+        names |= {"source": "kl_source", "documents": "documents"}
+    columns = list(dict.fromkeys([*ARM_ON_TEXT, *names.values()]))
+    numbers = ["budget_percent", *(metric + end for end in ENDS)]
+    found = measured.rename(columns=names).reindex(columns=columns)
+    return found.astype(dict.fromkeys(numbers, float))
+
+
+def _training_times(rows: Rows) -> pd.DataFrame:
+    """Returns the seconds of every training and its log, by backbone and maps."""
+    columns = {"backbone": "backbone", "length": "maps", "seconds": "training_seconds", "source": "seconds_source"}
+    logs = rows.get("train", pd.DataFrame(columns=list(columns)))
+    last = logs.drop_duplicates(["backbone", "length"], keep="last")
+    return last[list(columns)].rename(columns=columns).astype({"training_seconds": float})
+
+
+def _with_verified(errors: pd.DataFrame) -> pd.DataFrame:
+    """Adds the bytes per verified token with its interval, and the number of drafted tokens."""
+    for end in ENDS:
+        rates = errors[FIRST_DIFFERENCES.name + end].astype(float)
+        costs = []
+        drafts = []
+        for share, rate in zip(errors["step_share"], rates, strict=True):
+            cost, tokens = (None, None) if pd.isna(rate) else bytes_per_verified_token(share, rate, DRAFTED)
+            costs.append(cost)
+            drafts.append(tokens)
+        errors[VERIFIED.name + end] = pd.Series(costs, errors.index, dtype=float)
         if not end:
-            errors["draft_tokens"] = [str(tokens) for _, tokens in drafts]
+            errors["draft_tokens"] = pd.Series(drafts, errors.index, dtype=float)
     return errors
 
 
-def _printed(cells: pd.DataFrame) -> pd.DataFrame:
+def _with_sources(cells: pd.DataFrame) -> pd.DataFrame:
     """Adds values and texts, and the file and sample size of each value."""
     cells = with_values(cells)
-    counted = cells["quantity"].map(COUNTED).fillna("")
-    seconds = (cells["quantity"] == "training_seconds") & (cells["value"] != "")
-    source = cells["source"].mask(counted == "documents", cells["kl_source"]).mask(seconds, cells["seconds_source"])
-    n = cells["packs"].where(counted == "packs", cells["documents"].where(counted == "documents", ""))
-    untrained = cells["quantity"].isin(COSTS) & (cells["value"] == "") & (cells["maps"] == "")
-    return cells.assign(text=cells["text"].mask(untrained, "none"), counted=counted, n=n, source=source)
+    unit = cells["quantity"].map(UNITS).fillna("")
+    of_documents = unit == "documents"
+    of_times = (cells["quantity"] == "training_seconds") & cells["value"].notna()
+    source = cells["source"].mask(of_documents, cells["kl_source"]).mask(of_times, cells["seconds_source"])
+    n = cells["packs"].where(unit == "packs", cells["documents"].where(of_documents))
+    untrained = cells["quantity"].isin(COSTS) & cells["value"].isna() & (cells["maps"] == "")
+    return cells.assign(text=cells["text"].mask(untrained, "none"), counted=unit, n=n, source=source)
+
+
+# ---- the Pareto front ------------------------------------------------------------------------------------------------
 
 
 def _front(lines: pd.DataFrame) -> pd.DataFrame:
@@ -150,10 +209,12 @@ def _front(lines: pd.DataFrame) -> pd.DataFrame:
     the front.
     """
     competing = lines[~lines["method"].isin(ORACLES)]
-    points = list(zip(numbers(competing["step_share"]), numbers(competing[KL.name]), strict=True))
-    front = competing[on_front(points)].sort_values("step_share", key=numbers, kind="stable")
-    exact = lines[(lines["method"] == TOPK) & lines["budget_percent"].isin(front["budget_percent"])]
-    return pd.concat([front.assign(front="1"), exact.drop(front.index, errors="ignore").assign(front="0")])
+    points = list(zip(competing["step_share"], competing[KL.name], strict=True))
+    front = competing[on_front(points)].sort_values("step_share", kind="stable")
+    same_budgets = lines["budget_percent"].isin(front["budget_percent"])
+    exact = lines[(lines["method"] == TOPK) & same_budgets]
+    exact = exact.drop(front.index, errors="ignore")
+    return pd.concat([front.assign(front=1), exact.assign(front=0)])
 
 
 def on_front(points: list[tuple[float, float]]) -> list[bool]:
