@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -370,8 +371,7 @@ class PackedBackend(Backend):
             layer.packed = self._packed(key, value, mask)
             return output
         self._require_one_prompt(layer.packed)
-        output, log_mass = layer.packed.read(query, key, value, scale)
-        return with_sinks(module, output, log_mass).to(query.dtype)
+        return with_sinks(module, layer.packed.read, query, key, value, scale)
 
     def verify(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
@@ -379,9 +379,7 @@ class PackedBackend(Backend):
         layer = self._layer(module, key)
         layer.tokens += key.shape[2]
         self._require_one_prompt(layer.packed)
-        layer.packed.extend(key, value)
-        output, log_mass = layer.packed.attend(query, scale)
-        return with_sinks(module, output, log_mass).to(query.dtype)
+        return with_sinks(module, layer.packed.attend, query, key, value, scale)
 
     def step(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
@@ -390,11 +388,8 @@ class PackedBackend(Backend):
         layer.tokens += 1
         index = module.layer_idx
         self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
-        packed = layer.packed
-        packed.append(key[:, :, 0], value[:, :, 0])
-        packed.choose(self.retrieved, residual=self.arm.rule.own is not None)
-        output, log_mass = packed.step(query[:, :, 0], scale)
-        return with_sinks(module, output.unsqueeze(2), log_mass.unsqueeze(2)).to(query.dtype)
+        layer.packed.choose(self.retrieved, residual=self.arm.rule.own is not None)
+        return with_sinks(module, layer.packed.step, query, key, value, scale)
 
     def reserve(self, tokens: int) -> None:
         self.cache.reserve(tokens)
@@ -449,13 +444,18 @@ class PackedBackend(Backend):
         )
 
 
-def with_sinks(module: nn.Module, output: Tensor, log_mass: Tensor) -> Tensor:
-    """Adds a layer's sinks to the softmax: outputs [B, Hq, T, D] and log masses [B, Hq, T] -> [B, T, Hq, D].
+def with_sinks(
+    module: nn.Module, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> Tensor:
+    """Returns outputs [B, T, Hq, D] of a method of `LayerCache`, with a layer's sinks in the softmax.
 
     A sink has a logit and no value, so that it is one more term of the denominator.
     """
     sinks = sinks_of(module)
-    if sinks is not None:
-        share = torch.sigmoid(log_mass - sinks.float()[None, :, None])
-        output = output * share.unsqueeze(-1)
-    return output.transpose(1, 2)
+    if sinks is None:
+        return attend(query, key, value, scale)
+    batch, heads, count, _ = query.shape
+    log_mass = torch.empty(batch, count, heads, dtype=torch.float32, device="cpu")
+    output = attend(query.float(), key, value, scale, log_mass=log_mass)
+    share = torch.sigmoid(log_mass - sinks.float())
+    return (output * share.unsqueeze(-1)).to(query.dtype)

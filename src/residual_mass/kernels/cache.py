@@ -6,7 +6,6 @@ dimension, S = clusters of a prompt.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from residual_mass.kernels.library import WIDTHS, Layer, Library
+from residual_mass.kernels.library import WIDTHS, Buffers, Library, Views, views
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -25,6 +24,8 @@ ROUNDS = 6
 SAMPLE = 2048
 """Tokens that Lloyd's algorithm runs on."""
 LOG2_E = 1.4426950408889634
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of keys, values and queries that the kernels read."""
 NUMBERS = (
     "batch",
     "heads",
@@ -119,9 +120,9 @@ class LayerCache:
         self.residual = residual and bits == 4
         self.summed = False
         """Whether `covariance` is kept. Until tokens join those of the prompt, `slope` is all there is."""
-        self._layer: Layer | None = None
-        self._chosen: tuple[Callable[[int], int], list[int]] | None = None
-        """What `k` was set by."""
+        self._buffers: Buffers | None = None
+        self._rule: Callable[[int], int] | None = None
+        """What sets `k`."""
         self._resize()
         self.k.copy_(_integers([0] * batch if k is None else k))
         self.counted.copy_(_integers(tokens))
@@ -169,10 +170,13 @@ class LayerCache:
                 further turn (`read`), and whenever tokens join the blocks; between these, added tokens are in float32.
         """
         self.residual = residual and self.bits == 4
-        chosen = k, self.counted.tolist()
-        if chosen != self._chosen:  # seldom, and a step of every layer asks
-            self.k.copy_(_integers([k(count) for count in chosen[1]]))
-            self._chosen = chosen
+        if k is not self._rule:  # seldom, and a step of every layer asks
+            self._rule = k
+            self._set_k()
+
+    def _set_k(self) -> None:
+        if self._rule is not None:
+            self.k.copy_(_integers([self._rule(count) for count in self.counted.tolist()]))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Returns the tensors and the numbers that `restored` takes."""
@@ -192,8 +196,8 @@ class LayerCache:
         cache = cls.__new__(cls)
         vars(cache).update(numbers, residual=bool(numbers["residual"]), summed=bool(numbers["summed"]))
         cache.library = library
-        cache._layer = None
-        cache._chosen = None
+        cache._buffers = None
+        cache._rule = None
         _check_buffers(tensors, cache._shapes())
         vars(cache).update({name: x.clone() for name, x in tensors.items()})
         cache._check_places()
@@ -202,20 +206,6 @@ class LayerCache:
     @outside_autograd
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerCache:
         return self.restored(self.library, *self.state())
-
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Adds one token per row: keys and values [B, H, D]."""
-        self.extend(keys.unsqueeze(2), values.unsqueeze(2))
-
-    @outside_autograd
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Adds up to a block of tokens per row: keys and values [B, H, T, D], in float32 until more tokens are added.
-
-        Raises:
-            ValueError: more tokens than a block has.
-        """
-        self.reserve(keys.shape[2])
-        self._store(keys, values)
 
     @outside_autograd
     def reserve(self, count: int) -> None:
@@ -229,38 +219,6 @@ class LayerCache:
         self._make_room(count)
 
     @outside_autograd
-    def read(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, threads: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Adds the tokens of a further turn, any number, and computes their full attention as `attend` does.
-
-        Those that join the blocks are clustered together at the end.
-
-        Args:
-            query: [B, H G, T, D].
-            keys, values: [B, H, T, D].
-            scale, threads: as for `step`.
-
-        Returns:
-            Outputs and logarithms, as `attend`.
-        """
-        before, counts, slots = self.recent.clone(), self.recents.tolist(), self.slots.tolist()
-        parts = []
-        for piece in zip(*(x.split(BLOCK, 2) for x in (query, keys, values)), strict=True):
-            self._make_room(piece[1].shape[2], clustered=False)
-            self._store(*piece[1:])
-            parts.append(self.attend(piece[0], scale, threads))
-        for row, (count, old) in enumerate(zip(counts, slots, strict=True)):
-            place = -(-old // BLOCK) * BLOCK
-            joined = slice(self.sink, self.sink + int(self.slots[row]) - place)
-            if self.bits == 4 and int(self.slots[row]) > old:
-                both = (torch.cat((before[row, :, :count, i], x[row].float()), 1) for i, x in enumerate((keys, values)))
-                self._write(row, place, *(x[:, joined] for x in both))
-        self.counted.copy_(_integers(self.tokens))
-        outputs, log_masses = zip(*parts, strict=True)
-        return torch.cat(outputs, 2), torch.cat(log_masses, 2)
-
-    @outside_autograd
     def drop(self, count: int) -> None:
         """Removes the last tokens of every row. All tokens that were added after a `reserve` for them can be removed.
 
@@ -272,62 +230,121 @@ class LayerCache:
             raise ValueError(f"only the last {most} tokens of a packed cache can be removed, not {count}")
         self.recents -= count
 
-    def step(self, query: Tensor, scale: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-        """Computes the attention of one query per row and query head.
+    def step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        threads: int | None = None,
+        log_mass: Tensor | None = None,
+    ) -> Tensor:
+        """Adds one token per row, in float32 until more tokens are added, and computes the attention of its query.
 
         Args:
-            query: [B, H G, D].
+            query: [B, H G, 1, D].
+            key, value: [B, H, 1, D].
             scale: of scores.
             threads: number of threads, torch's if None. The results do not depend on it.
+            log_mass: [B, 1, H G] float32, to which the logarithm of the sum of all softmax terms is written, to merge
+                outputs with those over other tokens.
 
         Returns:
-            Outputs [B, H G, D] float32, and the logarithm of the sum of all softmax terms [B, H G] float32, to merge
-            them with outputs over other tokens.
+            Outputs [B, 1, H G, D] in the dtype of the query.
         """
-        output, log_mass = self._run(self.library.step, query.unsqueeze(2), scale, threads)
-        return output.squeeze(2), log_mass.squeeze(2)
+        return self._attend(False, query, key, value, scale, threads, log_mass)
 
-    def attend(self, query: Tensor, scale: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-        """Computes full attention of the last T tokens: each reads all tokens up to itself, with both planes. A block
-        of tokens is read once for all queries.
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        threads: int | None = None,
+        log_mass: Tensor | None = None,
+    ) -> Tensor:
+        """Adds up to a block of tokens per row, as `step`, and computes their full attention: each reads all tokens up
+        to itself, with both planes. A block of tokens is read once for all queries.
 
         Args:
             query: [B, H G, T, D], in the order of the tokens.
+            key, value: [B, H, T, D].
             scale, threads: as for `step`.
+            log_mass: [B, T, H G], as for `step`.
 
         Returns:
-            Outputs [B, H G, T, D] and logarithms [B, H G, T], as `step`.
+            Outputs [B, T, H G, D] in the dtype of the query.
+
+        Raises:
+            ValueError: more tokens than a block has.
         """
-        return self._run(self.library.attend, query, scale, threads)
+        return self._attend(True, query, key, value, scale, threads, log_mass)
 
-    def _run(
-        self, run: Callable[[Layer, int], None], query: Tensor, scale: float, threads: int | None
-    ) -> tuple[Tensor, Tensor]:
-        query = (query.float() * (scale * LOG2_E)).contiguous()
-        output, log_mass = torch.empty_like(query), query.new_empty(query.shape[:3])
-        if self._layer is None:
-            self._layer = self._structure()
-        layer = self._layer
-        layer.queries, layer.group = query.shape[2], query.shape[1] // self.heads * query.shape[2]
-        layer.threads = torch.get_num_threads() if threads is None else threads
-        layer.residual = self.residual
-        layer.query, layer.output, layer.log_mass = query.data_ptr(), output.data_ptr(), log_mass.data_ptr()
-        run(layer, self.bits)
-        return output, log_mass
+    @outside_autograd
+    def read(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        threads: int | None = None,
+        log_mass: Tensor | None = None,
+    ) -> Tensor:
+        """Adds the tokens of a further turn, any number, and computes their full attention. Those that join the blocks
+        are clustered together at the end. Arguments and results are those of `attend`.
+        """
+        before, counts, slots = self.recent.clone(), self.recents.tolist(), self.slots.tolist()
+        outputs = []
+        for start in range(0, key.shape[2], BLOCK):
+            piece = slice(start, start + BLOCK)
+            new = [x[:, :, piece] for x in (query, key, value)]
+            self._make_room(new[0].shape[2], clustered=False)
+            outputs.append(self.attend(*new, scale, threads, None if log_mass is None else log_mass[:, piece]))
+        for row, (count, old) in enumerate(zip(counts, slots, strict=True)):
+            place = -(-old // BLOCK) * BLOCK
+            joined = slice(self.sink, self.sink + int(self.slots[row]) - place)
+            if self.bits == 4 and int(self.slots[row]) > old:
+                both = (torch.cat((before[row, :, :count, i], x[row].float()), 1) for i, x in enumerate((key, value)))
+                self._write(row, place, *(x[:, joined] for x in both))
+        self.counted.copy_(_integers(self.tokens))
+        self._set_k()
+        return torch.cat(outputs, 1)
 
-    def _structure(self) -> Layer:
+    def _attend(
+        self,
+        full: bool,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        threads: int | None,
+        log_mass: Tensor | None,
+    ) -> Tensor:
+        dtype = query.dtype
+        if dtype not in DTYPES or key.dtype != dtype or value.dtype != dtype:
+            wide = (x.float() for x in (query, key, value))
+            return self._attend(full, *wide, scale, threads, log_mass).to(dtype)
+        batch, heads, count, width = query.shape
+        output = torch.empty((batch, count, heads, width), dtype=dtype, device="cpu")
+        tensors = [query, key, value, output]
+        if log_mass is not None:
+            tensors.append(log_mass.unsqueeze(-1))
+        threads = torch.get_num_threads() if threads is None else threads
+        while not self.library.attend(self._addresses(), full, self.residual, threads, scale * LOG2_E, *tensors):
+            self.reserve(count)
+        return output
+
+    def _addresses(self) -> Buffers:
         """Returns the sizes and addresses of the buffers."""
-        layer = Layer(
-            batch=self.batch, heads=self.heads, width=self.width, blocks=self.blocks, room=self.room,
-            segments=self.segments,
-        )  # fmt: skip
-        for name, _ in Layer._fields_:
-            if isinstance(buffer := getattr(self, name, None), Tensor):
-                setattr(layer, name, ctypes.c_void_p(buffer.data_ptr()))
-        return layer
+        if self._buffers is None:
+            self._buffers = Buffers()
+            for name, _ in Buffers._fields_:
+                own = getattr(self, name, 0)
+                setattr(self._buffers, name, own.data_ptr() if isinstance(own, Tensor) else own)
+        return self._buffers
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns the shape and the dtype of every buffer; comments on `Layer` in common.hpp say what they hold."""
+        """Returns the shape and the dtype of every buffer; comments on `Buffers` in common.hpp say what they hold."""
         rows, heads, width, blocks = (self.batch,), (self.batch, self.heads), self.width, self.blocks
         block_bytes = BLOCK * width * self.bits // 8
         shapes = {name: (rows, torch.int32) for name in ("slots", "k", "recents", "used", "counted")}
@@ -359,7 +376,7 @@ class LayerCache:
                 if old is not None:
                     new[:, :, : old.shape[2]] = old
                 setattr(self, name, new)
-        self._layer = None
+        self._buffers = None
 
     def _check_places(self) -> None:
         """Raises ValueError naming a buffer with places outside of other buffers."""
@@ -381,15 +398,6 @@ class LayerCache:
             if not bool(each.all()):
                 raise ValueError(f"{name} has numbers out of range")
 
-    def _store(self, keys: Tensor, values: Tensor) -> None:
-        """Adds tokens, keys and values [B, H, T, D], for which there is room."""
-        count = keys.shape[2]
-        rows = torch.arange(self.batch, device="cpu")[:, None]
-        at = self.recents[:, None] + torch.arange(count, device="cpu")
-        self.recent[rows, :, at, 0] = keys.transpose(1, 2).float()
-        self.recent[rows, :, at, 1] = values.transpose(1, 2).float()
-        self.recents += count
-
     def _make_room(self, count: int, clustered: bool = True) -> None:
         """Makes room for `count` tokens per row in float32; those that join the blocks are clustered, or not yet."""
         if int(self.recents.max()) + count <= self.room:
@@ -401,7 +409,8 @@ class LayerCache:
 
     def _write(self, row: int, place: int, keys: Tensor, values: Tensor, clustered: bool = True) -> None:
         """Writes tokens [H, n, D] to a row's blocks, from a place that starts a block on; with planes, in clusters."""
-        keys, values = keys.float().contiguous(), values.float().contiguous()
+        if keys.dtype not in DTYPES or values.dtype != keys.dtype:
+            keys, values = keys.float(), values.float()
         if (more := -(-(place + keys.shape[1]) // BLOCK) - self.blocks) > 0:
             self.blocks += max(more, 4, self.blocks // 8)
             self._resize()
@@ -446,12 +455,13 @@ class LayerCache:
         variance of values [H, D] within clusters, float32.
         """
         heads, count, width = keys.shape
-        order, bounds = (keys.new_empty(*shape, dtype=torch.int32) for shape in ((heads, count), (heads, parts, 2)))
-        moments = [keys.new_empty(heads, *shape) for shape in ((parts, width), (width, width), (width,))]
-        work = keys.new_empty(heads, -(-parts // 64) * 64 * (2 * width + 1) + count)
+        new = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
+        order, bounds = (new(heads, *shape, dtype=torch.int32) for shape in ((count,), (parts, 2)))
+        moments = [new(heads, *shape) for shape in ((parts, width), (width, width), (width,))]
+        work = new(heads, -(-parts // 64) * 64 * (2 * width + 1) + count)
         self.library.call(
             "clusters", width, torch.get_num_threads(), heads, count, parts, SAMPLE, ROUNDS,
-            keys, values, order, bounds, *moments, work, work.shape[1],
+            *_source(keys, values), order, bounds, *moments, work, work.shape[1],
         )  # fmt: skip
         return order, bounds, *moments
 
@@ -465,8 +475,8 @@ class LayerCache:
 
         rows = "rows" if self.bits == 4 else "values"
         self.library.call(
-            "pack", width, self.bits, torch.get_num_threads(), heads, count, count, self.blocks,
-            keys, values, order, at("keys"), at("scales"), at(rows), at("value_scales"),
+            "pack", width, self.bits, torch.get_num_threads(), heads, count, self.blocks,
+            *_source(keys, values), order, at("keys"), at("scales"), at(rows), at("value_scales"),
         )  # fmt: skip
 
     def _merge(self, count: int, clustered: bool) -> None:
@@ -484,6 +494,7 @@ class LayerCache:
             self.recent[row, :, self.sink : -BLOCK] = self.recent[row, :, self.sink + BLOCK :].clone()
             self.recents[row] -= BLOCK
             self.counted[row] = self.tokens[row]
+        self._set_k()
 
 
 def _check_numbers(numbers: Mapping[str, int]) -> None:
@@ -512,6 +523,11 @@ def _check_buffers(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[tup
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
         if dtype.is_floating_point and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} has numbers that are not finite")
+
+
+def _source(keys: Tensor, values: Tensor) -> tuple[Views, int]:
+    """Returns what the kernels take of keys and values [H, n, D], one of `DTYPES` both."""
+    return views(keys.unsqueeze(0), values.unsqueeze(0)), int(keys.dtype == torch.bfloat16)
 
 
 def _integers(numbers: Sequence[int]) -> Tensor:

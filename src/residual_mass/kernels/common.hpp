@@ -15,12 +15,13 @@ constexpr int GROUP = 4;          // query heads whose sums are kept in register
 constexpr int ROWS = 32;          // tokens read exactly between two rescalings
 constexpr float LOWEST = -1e30f;  // the score of no token; its weight is 0
 
-// The layer's cache and one step's buffers, as `library.py` has it.
-struct Layer {
-  int32_t batch, heads, group, width, blocks, room;  // B, H, G T, D, N, F
-  int32_t segments, residual, threads;  // P, and whether to estimate what is not read
+// A layer's cache, as `library.py` has it.
+struct Buffers {
+  int32_t batch, heads, width, bits, blocks, room;  // B, H, D, .., N, F
+  int32_t segments;                 // P
   const int32_t *slots, *gap;       // [B] places of tokens in blocks; [B, 2] first and end of places without a token
-  const int32_t *k, *recents;       // [B] tokens to read, and tokens in float32
+  const int32_t* k;                 // [B] tokens to read
+  int32_t* recents;                 // [B] tokens in float32
   const uint8_t* keys;              // planes: [B, H, N, D / 8, 64, 4]; 8 bits: [.., N, D / 4, 64, 4]; bfloat16: [.., N, D / 2, 64, 2]
   const bf16* scales;               // [B, H, N, 2, D] middle and step of keys
   const uint8_t* rows;              // [B, H, 64 N, 3 D / 2 + 2]: low plane, value, scale of the value
@@ -29,12 +30,36 @@ struct Layer {
   const int32_t* bounds;            // [B, H, P, 2] first and end of each cluster
   const bf16 *mean_values, *slope;  // [B, H, P, D]; [B, H, D, D] covariance of keys (rows) and values
   const float* deviations;          // [B, H, D] of values within clusters
-  const float* recent;              // [B, H, F, 2, D] keys and values
-  const float* query;               // [B, H, G, T, D]
-  float *output, *log_mass;         // [B, H, G, T, D] and [B, H, G, T]
-  uint8_t* scratch;
-  int32_t queries;                  // T, of the last T tokens in float32; 1 in a step
+  float* recent;                    // [B, H, F, 2, D] keys and values
 };
+
+// The same with what one call asks.
+struct Layer : Buffers {
+  int32_t group, queries, residual, threads;  // G T, T of the last T tokens in float32, whether to estimate what is not read
+  const float* query = nullptr;               // [B, H, G, T, D]
+  float *output = nullptr, *log_mass = nullptr;  // [B, H, G, T, D] and [B, H, G, T]
+  uint8_t* scratch = nullptr;
+};
+
+// Numbers of a tensor of four dimensions, float32 or bfloat16 (`narrow`).
+struct View {
+  int64_t address, strides[4];
+  size_t at(int a, int b, int c) const { return a * strides[0] + b * strides[1] + c * strides[2]; }
+};
+
+// A row along the last dimension, times a factor.
+template <int D>
+void read_row(const View& from, bool narrow, int a, int b, int c, float factor, float* to) {
+  const size_t start = from.at(a, b, c), step = from.strides[3];
+  if (narrow)
+    for (int d = 0; d < D; d++) to[d] = widen_one((const bf16*)from.address + start + d * step) * factor;
+  else
+    for (int d = 0; d < D; d++) to[d] = ((const float*)from.address)[start + d * step] * factor;
+}
+
+// The bfloat16 nearest to x, even ones of equally near.
+inline uint32_t bits_of(float x) { return load<uint32_t>(&x); }
+inline bf16 nearest(float x) { return (bits_of(x) + 0x7fff + (bits_of(x) >> 16 & 1)) >> 16; }
 
 // Sums of softmax terms in units of 2^top.
 template <int D>

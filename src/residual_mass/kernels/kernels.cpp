@@ -1,4 +1,6 @@
 // What `library.py` calls, for the head dimensions of `with_width`.
+#include <cstdlib>
+
 #include "full.hpp"
 #include "pack.hpp"
 
@@ -20,8 +22,8 @@ static int64_t with_width(int width, F f) {
   }
 }
 
-// What `library.py` asks for: another number whenever the meaning of an argument or of `Layer` changes.
-EXPORT int layout() { return 3; }
+// What `library.py` asks for: another number whenever the meaning of an argument or of `Buffers` changes.
+EXPORT int interface() { return 4; }
 
 // Whether heads of this dimension are served.
 EXPORT int serves(int width) {
@@ -43,44 +45,108 @@ EXPORT int target() {
 #endif
 }
 
-// Bytes of scratch that a step needs at most, of any cache.
-EXPORT int64_t scratch_bytes(const Layer* layer) {
-  return with_width(layer->width, [&]<int D>() -> int64_t {
-    return std::max(scratch_of(*layer).bytes(layer->threads), FullStep<Eight, D>{*layer}.bytes());
+// Scratch memory of this thread, which grows; null if there is no more memory.
+static uint8_t* scratch_memory(size_t bytes) {
+  constexpr size_t LINE = 64;
+  static thread_local struct Memory {
+    size_t bytes = 0;
+    void* at = nullptr;
+    ~Memory() { free(at); }
+  } memory;
+  if (bytes > memory.bytes) {
+    free(memory.at);
+    memory.bytes = (bytes + bytes / 4 + LINE - 1) / LINE * LINE, memory.at = aligned_alloc(LINE, memory.bytes);
+    if (!memory.at) memory.bytes = 0;
+  }
+  return (uint8_t*)memory.at;
+}
+
+// Views of a call, in this order.
+struct Views {
+  View query, key, value;  // [B, H G, T, D], and [B, H, T, D] of the new tokens
+  View output, log_mass;   // [B, T, H G, D], and [B, T, H G, 1] or null
+};
+
+// Adds the new tokens in float32, and makes the queries ready.
+template <int D>
+static void take(const Layer& layer, const Views& views, bool narrow, float factor, float* query) {
+  const int group = layer.group / layer.queries;
+  for (int unit = 0; unit < layer.batch * layer.heads; unit++) {
+    const int row = unit / layer.heads, head = unit % layer.heads;
+    float* recent = layer.recent + ((size_t)unit * layer.room + layer.recents[row]) * 2 * D;
+    for (int t = 0; t < layer.queries; t++, recent += 2 * D) {
+      read_row<D>(views.key, narrow, row, head, t, 1, recent);
+      read_row<D>(views.value, narrow, row, head, t, 1, recent + D);
+    }
+    for (int g = 0; g < group; g++)
+      for (int t = 0; t < layer.queries; t++, query += D) read_row<D>(views.query, narrow, row, head * group + g, t, factor, query);
+  }
+  for (int row = 0; row < layer.batch; row++) layer.recents[row] += layer.queries;
+}
+
+// Writes outputs in the type of the queries, and the logarithms that are wanted.
+template <int D>
+static void give(const Layer& layer, const Views& views, bool narrow) {
+  const int query_heads = layer.heads * layer.group / layer.queries;
+  const float *output = layer.output, *log_mass = layer.log_mass;
+  for (int row = 0; row < layer.batch; row++)
+    for (int h = 0; h < query_heads; h++)
+      for (int t = 0; t < layer.queries; t++, output += D, log_mass++) {
+        const size_t at = views.output.at(row, t, h);
+        if (narrow)
+          for (int d = 0; d < D; d++) ((bf16*)views.output.address)[at + d] = output[d] == output[d] ? nearest(output[d]) : 0x7fc0;
+        else memcpy((float*)views.output.address + at, output, D * sizeof(float));
+        if (views.log_mass.address) ((float*)views.log_mass.address)[views.log_mass.at(row, t, h)] = *log_mass;
+      }
+}
+
+// Calls f with the type of the kernel: full attention, or a step of planes.
+template <int D, class F>
+static auto with_kernel(int bits, bool full, F f) {
+  if (bits == 4) return full ? f.template operator()<FullStep<Planes, D>>() : f.template operator()<Step<D>>();
+  return bits == 8 ? f.template operator()<FullStep<Eight, D>>() : f.template operator()<FullStep<Bfloat16, D>>();
+}
+
+// Adds T tokens to each row, and computes the attention of their queries: of one token as the format has it, or (`full`)
+// to all tokens up to its own, with both planes. `narrow`: queries, keys, values and outputs are bfloat16, not float32;
+// factor: of queries. Returns 1; 0 if a row has no room for the tokens, and -1 without memory, and then does nothing.
+EXPORT int64_t attend(const Buffers* buffers, const Views* views, int full, int residual, int threads, int query_heads, int tokens, int narrow, float factor) {
+  for (int row = 0; row < buffers->batch; row++)
+    if (buffers->recents[row] + tokens > buffers->room) return 0;
+  return with_width(buffers->width, [&]<int D>() -> int64_t {
+    Layer layer{*buffers, query_heads / buffers->heads * tokens, tokens, residual, threads};
+    return with_kernel<D>(layer.bits, full, [&]<class Kernel>() -> int64_t {
+      const size_t queries = (size_t)layer.batch * query_heads * tokens, most = Kernel{layer}.bytes() / sizeof(float) + W;
+      float* memory = (float*)scratch_memory(sizeof(float) * (queries * (2 * D + 1) + most));
+      if (!memory) return -1;
+      layer.query = memory, layer.output = memory + queries * D;
+      layer.scratch = (uint8_t*)(memory + queries * 2 * D);
+      layer.log_mass = memory + queries * 2 * D + most;
+      take<D>(layer, *views, narrow, factor, memory);
+      Kernel{layer}.run();
+      give<D>(layer, *views, narrow);
+      return 1;
+    });
   });
 }
 
-// Attention of one token per row. bits: 4 over planes (keys, scales, rows, clusters), 8, or 16 for bfloat16.
-EXPORT int64_t step(const Layer* layer, int bits) {
-  return with_width(layer->width, [&]<int D>() -> int64_t {
-    if (bits == 4) Step<D>{*layer}.run();
-    else if (bits == 8) FullStep<Eight, D>{*layer}.run();
-    else FullStep<Bfloat16, D>{*layer}.run();
-    return 0;
-  });
-}
+// Keys and values of units, [1, units, n, D].
+struct Source {
+  View keys, values;
+  Tokens of(int unit, bool narrow, const int32_t* order, int n) const {
+    const auto rows = [&](const View& of) { return Rows{(const uint8_t*)of.address + unit * of.strides[1] * (narrow ? 2 : 4), of.strides[2], of.strides[3], narrow}; };
+    return {rows(keys), rows(values), order, n};
+  }
+};
 
-// Full attention of the last T tokens, of planes with both read: as many bytes of scratch, and the attention.
-EXPORT int64_t attend_bytes(const Layer* layer) {
-  return with_width(layer->width, [&]<int D>() -> int64_t { return FullStep<Planes, D>{*layer}.bytes(); });
-}
-EXPORT int64_t attend(const Layer* layer, int bits) {
-  return with_width(layer->width, [&]<int D>() -> int64_t {
-    if (bits == 4) FullStep<Planes, D>{*layer}.run();
-    else if (bits == 8) FullStep<Eight, D>{*layer}.run();
-    else FullStep<Bfloat16, D>{*layer}.run();
-    return 0;
-  });
-}
-
-// Packs n tokens of `units` KV heads, keys and values [units, length, D]; order [units, n] or null. The targets start at
-// the first block to write, and each unit has `blocks`.
-EXPORT int64_t pack(int64_t width, int64_t bits, int64_t threads, int64_t units, int64_t length, int64_t n, int64_t blocks, const float* keys, const float* values,
+// Packs n tokens of `units` KV heads; order [units, n] or null. The targets start at the first block to write, and each unit
+// has `blocks`.
+EXPORT int64_t pack(int64_t width, int64_t bits, int64_t threads, int64_t units, int64_t n, int64_t blocks, const Source* source, int64_t narrow,
                     const int32_t* order, uint8_t* to_keys, bf16* scales, uint8_t* to_values, float* value_scales) {
   return with_width(width, [&]<int D>() -> int64_t {
     parallel(threads, units, [&](int u, int) {
-      const size_t from = (size_t)u * length * D, block = (size_t)u * blocks;
-      const Tokens tokens{keys + from, values + from, order ? order + (size_t)u * n : nullptr, (int)n};
+      const size_t block = (size_t)u * blocks;
+      const Tokens tokens = source->of(u, narrow, order ? order + (size_t)u * n : nullptr, n);
       if (bits == 4) pack_planes<D>(tokens, to_keys + block * (BLOCK * D / 2), scales + block * 2 * D, to_values + block * BLOCK * (D / 2 + D + 2));
       else if (bits == 8) pack_eight<D>(tokens, to_keys + block * BLOCK * D, scales + block * 2 * D, to_values + block * BLOCK * D, value_scales + block * BLOCK);
       else pack_bfloat16<D>(tokens, to_keys + block * 2 * BLOCK * D, to_values + block * 2 * BLOCK * D);
@@ -89,17 +155,16 @@ EXPORT int64_t pack(int64_t width, int64_t bits, int64_t threads, int64_t units,
   });
 }
 
-// Clusters n tokens of each unit, [units, n, D]: order [units, n], bounds [units, parts, 2] and the moments of
-// `summarise`, float32. work: [units, work_size] floats, room for 2 D + 1 numbers for each of the parts, rounded up to a
-// multiple of 64, and for one for each token.
-EXPORT int64_t clusters(int64_t width, int64_t threads, int64_t units, int64_t n, int64_t parts, int64_t sampled, int64_t rounds, const float* keys,
-                        const float* values, int32_t* order, int32_t* bounds, float* mean_values, float* covariance, float* variance, float* work, int64_t work_size) {
+// Clusters n tokens of each unit: order [units, n], bounds [units, parts, 2] and the moments of `summarise`, float32.
+// work: [units, work_size] floats, room for 2 D + 1 numbers for each of the parts, rounded up to a multiple of 64, and for
+// one for each token.
+EXPORT int64_t clusters(int64_t width, int64_t threads, int64_t units, int64_t n, int64_t parts, int64_t sampled, int64_t rounds, const Source* source,
+                        int64_t narrow, int32_t* order, int32_t* bounds, float* mean_values, float* covariance, float* variance, float* work, int64_t work_size) {
   return with_width(width, [&]<int D>() -> int64_t {
     parallel(threads, units, [&](int u, int) {
-      const size_t from = (size_t)u * n * D;
-      const Tokens tokens{keys + from, values + from, order + (size_t)u * n, (int)n};
+      const Tokens tokens = source->of(u, narrow, order + (size_t)u * n, n);
       int32_t* own = bounds + (size_t)u * parts * 2;
-      cluster<D>(keys + from, n, parts, sampled, rounds, order + (size_t)u * n, own, work + u * work_size);
+      cluster<D>(tokens.keys, n, parts, sampled, rounds, order + (size_t)u * n, own, work + u * work_size);
       summarise<D>(tokens, own, parts, work + u * work_size, mean_values + (size_t)u * parts * D, covariance + (size_t)u * D * D, variance + (size_t)u * D);
     });
     return 0;

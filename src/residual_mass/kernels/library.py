@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import threading
 import warnings
 from pathlib import Path
 from typing import NoReturn
@@ -21,26 +20,30 @@ FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
+INTERFACE = 4
+"""Result of `interface` of a library that was built from these sources."""
 LAYOUT = 3
-"""Result of `layout` of a library that was built from these sources; saved states of packed caches have it too."""
+"""Number of the layout of buffers, which saved states of packed caches have."""
 WIDTHS = (32, 64, 80, 96, 112, 128, 192, 256)
 """Supported head dimensions."""
 
 
-class Layer(ctypes.Structure):
-    """Arguments of a step, the same as `Layer` in common.hpp."""
+class Buffers(ctypes.Structure):
+    """Sizes and addresses of a layer's cache, the same as `Buffers` in common.hpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in "batch heads group width blocks room segments residual threads".split()),
+        *((name, ctypes.c_int32) for name in "batch heads width bits blocks room segments".split()),
         *(
             (name, ctypes.c_void_p)
             for name in (
-                "slots gap k recents keys scales rows values value_scales bounds mean_values slope deviations recent "
-                "query output log_mass scratch"
+                "slots gap k recents keys scales rows values value_scales bounds mean_values slope deviations recent"
             ).split()
         ),
-        ("queries", ctypes.c_int32),
     ]
+
+
+Views = ctypes.c_int64 * 25
+"""Address and strides of up to five tensors of four dimensions; an address is 0 where there is none."""
 
 
 class Library:
@@ -50,14 +53,14 @@ class Library:
         self.target = target
         self._functions = ctypes.CDLL(str(FOLDER / f"_{target}.so"))
         own = self._functions
-        if not (hasattr(own, "serves") and own.layout() == LAYOUT and all(map(own.serves, WIDTHS))):
+        if not (hasattr(own, "interface") and own.interface() == INTERFACE and all(map(own.serves, WIDTHS))):
             raise OSError(f"_{target}.so is of another version of this package")
-        for name in ("step", "pack", "clusters", "scratch_bytes", "attend_bytes"):
-            getattr(self._functions, name).restype = ctypes.c_int64
-        self._scratch = threading.local()
+        for name in ("attend", "pack", "clusters"):
+            getattr(own, name).restype = ctypes.c_int64
+        own.attend.argtypes = [ctypes.c_void_p, Views, *(6 * [ctypes.c_int]), ctypes.c_float]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Library:
-        return self  # functions and scratch memory, which copies of a cache share
+        return self
 
     def __reduce__(self) -> NoReturn:
         raise ValueError("a PackedCache cannot be pickled: write it by `save`, and read it by `load`")
@@ -66,31 +69,40 @@ class Library:
         """Returns the best target for this CPU."""
         return TARGETS[self._functions.target()]
 
-    def step(self, layer: Layer, bits: int) -> None:
-        """Runs `step` of kernels.cpp, with scratch memory of this thread."""
-        layer.scratch = self._room(self._functions.scratch_bytes(ctypes.byref(layer)))
-        self._functions.step(ctypes.byref(layer), bits)
+    def attend(
+        self, buffers: Buffers, full: bool, residual: bool, threads: int, factor: float, query: Tensor, *others: Tensor
+    ) -> bool:
+        """Runs `attend` of kernels.cpp with tensors in the order of its `Views`, all float32 or all bfloat16; returns
+        whether there was room for the tokens.
+        """
+        _, heads, tokens, _ = query.shape
+        done = self._functions.attend(
+            ctypes.byref(buffers), views(query, *others), full, residual, threads, heads, tokens,
+            query.dtype == torch.bfloat16, factor,
+        )  # fmt: skip
+        if done < 0:
+            raise MemoryError("no memory is left for the attention of a packed cache")
+        return bool(done)
 
-    def attend(self, layer: Layer, bits: int) -> None:
-        """Runs `attend` of kernels.cpp, with scratch memory of this thread."""
-        layer.scratch = self._room(self._functions.attend_bytes(ctypes.byref(layer)))
-        self._functions.attend(ctypes.byref(layer), bits)
-
-    def _room(self, need: int) -> int:
-        """Returns the address of `need` bytes of scratch memory."""
-        scratch = getattr(self._scratch, "bytes", None)
-        if scratch is None or len(scratch) < need:
-            scratch = self._scratch.bytes = torch.empty(need + need // 4, dtype=torch.uint8, device="cpu")
-        return scratch.data_ptr()
-
-    def call(self, name: str, *arguments: int | Tensor | None) -> None:
+    def call(self, name: str, *arguments: int | Tensor | Views | None) -> None:
         """Runs `pack` or `clusters` of kernels.cpp."""
         getattr(self._functions, name)(*map(_passed, arguments))
 
 
-def _passed(argument: int | Tensor | None) -> object:
+def views(*tensors: Tensor) -> Views:
+    """Returns the addresses and strides of tensors of four dimensions."""
+    numbers: list[int] = []
+    for x in tensors:
+        numbers.append(x.data_ptr())
+        numbers.extend(x.stride())
+    return Views(*numbers)
+
+
+def _passed(argument: int | Tensor | Views | None) -> object:
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, Views):
+        return argument
     return ctypes.c_void_p() if argument is None else ctypes.c_int64(argument)
 
 

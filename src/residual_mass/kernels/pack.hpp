@@ -1,30 +1,48 @@
-// Caches from keys and values of float32: clusters, quantisation, packing. Not on a step's path, so written plainly.
+// Caches from keys and values: clusters, quantisation, packing. Not on a step's path, so written plainly.
 #pragma once
 #include "common.hpp"
 
 namespace {
 
-// The bfloat16 nearest to x, and the least that is not below a positive x.
-inline uint32_t bits_of(float x) { return load<uint32_t>(&x); }
+// The least bfloat16 that is not below a positive x.
 inline bf16 above(float x) { return (bits_of(x) + 0xffff) >> 16; }
-inline bf16 nearest(float x) { return (bits_of(x) + 0x7fff + (bits_of(x) >> 16 & 1)) >> 16; }
+
+// Rows of D numbers, `step` numbers apart, float32 or bfloat16 (`narrow`).
+struct Rows {
+  const void* start;
+  int64_t stride, step;
+  bool narrow;
+
+  // A row as it is, or, of other numbers than neighbouring float32, a copy in `to`.
+  template <int D>
+  const float* row(size_t i, float* to) const {
+    const float* wide = (const float*)start + i * stride;
+    if (!narrow && step == 1) return wide;
+    for (int d = 0; d < D; d++) to[d] = narrow ? widen_one((const bf16*)start + i * stride + d * step) : wide[d * step];
+    return to;
+  }
+};
 
 // One KV head's n tokens in the order given, or as they are without one; they start a block, and fill up the last.
 struct Tokens {
-  const float *keys, *values;  // [L, D]
-  const int32_t* order;        // [n] rows, or null
+  Rows keys, values;
+  const int32_t* order;  // [n] rows, or null
   int n;
-  size_t row(int i) const { return order ? order[i] : i; }
+
+  template <int D>
+  const float* key(int i, float* to) const { return keys.row<D>(order ? order[i] : i, to); }
+  template <int D>
+  const float* value(int i, float* to) const { return values.row<D>(order ? order[i] : i, to); }
 };
 
 // Codes of a block's keys [64, D] and their scales [2, D], middle and step.
 template <int D>
 void quantise(const Tokens& tokens, int start, uint8_t* codes, bf16* scales) {
   const int count = std::min(BLOCK, tokens.n - start);
-  float low[D], high[D], by[D];
+  float low[D], high[D], by[D], copy[D];
   std::fill(low, low + D, __builtin_inff()), std::fill(high, high + D, -__builtin_inff());
   for (int t = 0; t < count; t++) {
-    const float* key = tokens.keys + tokens.row(start + t) * D;
+    const float* key = tokens.key<D>(start + t, copy);
     for (int d = 0; d < D; d++) low[d] = std::min(low[d], key[d]), high[d] = std::max(high[d], key[d]);
   }
   for (int d = 0; d < D; d++) {
@@ -36,7 +54,7 @@ void quantise(const Tokens& tokens, int start, uint8_t* codes, bf16* scales) {
   }
   memset(codes, 0, BLOCK * D);
   for (int t = 0; t < count; t++) {
-    const float* key = tokens.keys + tokens.row(start + t) * D;
+    const float* key = tokens.key<D>(start + t, copy);
     for (int d = 0; d < D; d++) codes[t * D + d] = (uint8_t)std::min(255.f, std::max(0.f, (key[d] - low[d]) * by[d] + .5f));
   }
 }
@@ -55,6 +73,7 @@ bf16 quantise_value(const float* value, int8_t* codes) {
 template <int D>
 void pack_planes(const Tokens& tokens, uint8_t* keys, bf16* scales, uint8_t* rows) {
   uint8_t codes[BLOCK * D];
+  float copy[D];
   for (int start = 0; start < tokens.n; start += BLOCK, keys += BLOCK * D / 2, scales += 2 * D) {
     quantise<D>(tokens, start, codes, scales);
     for (int j = 0; j < D / 8; j++)
@@ -65,7 +84,7 @@ void pack_planes(const Tokens& tokens, uint8_t* keys, bf16* scales, uint8_t* row
         }
     for (int t = 0; t < BLOCK; t++, rows += D / 2 + D + 2) {
       for (int d = 0; d < D / 2; d++) rows[d] = (codes[t * D + d] & 15) | codes[t * D + D / 2 + d] << 4;
-      if (start + t < tokens.n) store(rows + D / 2 + D, quantise_value<D>(tokens.values + tokens.row(start + t) * D, (int8_t*)rows + D / 2));
+      if (start + t < tokens.n) store(rows + D / 2 + D, quantise_value<D>(tokens.value<D>(start + t, copy), (int8_t*)rows + D / 2));
       else memset(rows + D / 2, 0, D + 2);
     }
   }
@@ -74,6 +93,7 @@ void pack_planes(const Tokens& tokens, uint8_t* keys, bf16* scales, uint8_t* row
 template <int D>
 void pack_eight(const Tokens& tokens, uint8_t* keys, bf16* scales, uint8_t* values, float* value_scales) {
   uint8_t codes[BLOCK * D];
+  float copy[D];
   for (int start = 0; start < tokens.n; start += BLOCK, keys += BLOCK * D, values += BLOCK * D, scales += 2 * D) {
     quantise<D>(tokens, start, codes, scales);
     for (int j = 0; j < D / 4; j++)
@@ -81,7 +101,7 @@ void pack_eight(const Tokens& tokens, uint8_t* keys, bf16* scales, uint8_t* valu
     for (int t = 0; t < BLOCK; t++) {
       int8_t value[D] = {};
       bf16 scale = 0;
-      if (start + t < tokens.n) scale = quantise_value<D>(tokens.values + tokens.row(start + t) * D, value);
+      if (start + t < tokens.n) scale = quantise_value<D>(tokens.value<D>(start + t, copy), value);
       *value_scales++ = widen_one(&scale);
       for (int d = 0; d < D; d++) values[(t / 2 * D + d) * 2 + t % 2] = value[d];
     }
@@ -92,11 +112,13 @@ template <int D>
 void pack_bfloat16(const Tokens& tokens, uint8_t* keys, uint8_t* values) {
   for (int start = 0; start < tokens.n; start += BLOCK, keys += 2 * BLOCK * D, values += 2 * BLOCK * D)
     for (int t = 0; t < BLOCK; t++) {
-      const size_t row = start + t < tokens.n ? tokens.row(start + t) * D : 0;
+      float copies[2][D] = {};
+      const bool real = start + t < tokens.n;
+      const float* key = real ? tokens.key<D>(start + t, copies[0]) : copies[0];
+      const float* value = real ? tokens.value<D>(start + t, copies[1]) : copies[1];
       for (int d = 0; d < D; d++) {
-        const bool real = start + t < tokens.n;
-        store(keys + ((d / 2 * BLOCK + t) * 2 + d % 2) * 2, real ? nearest(tokens.keys[row + d]) : bf16{});
-        store(values + ((t / 2 * D + d) * 2 + t % 2) * 2, real ? nearest(tokens.values[row + d]) : bf16{});
+        store(keys + ((d / 2 * BLOCK + t) * 2 + d % 2) * 2, nearest(key[d]));
+        store(values + ((t / 2 * D + d) * 2 + t % 2) * 2, nearest(value[d]));
       }
     }
 }
@@ -104,14 +126,14 @@ void pack_bfloat16(const Tokens& tokens, uint8_t* keys, uint8_t* values) {
 // The nearest of P centres, of which the transposed [D, room] and half the squares [room] are given, room a multiple of
 // 4 W, where squares of no centre are infinite. Four keys at once.
 template <int D>
-void assign(const float* keys, const int32_t* order, int n, const float* centres, const float* squares, int room, int32_t* to) {
+void assign(const Rows& keys, const int32_t* order, int n, const float* centres, const float* squares, int room, int32_t* to) {
   for (int i = 0; i < n; i += 4) {
     const float* key[4];
-    float best[4];
+    float best[4], copies[4][D];
     int32_t at[4] = {};
     for (int a = 0; a < 4; a++) {
       const int row = std::min(i + a, n - 1);
-      key[a] = keys + (size_t)(order ? order[row] : row) * D, best[a] = -__builtin_inff();
+      key[a] = keys.row<D>(order ? order[row] : row, copies[a]), best[a] = -__builtin_inff();
     }
     for (int c = 0; c < room; c += 4 * W) {
       Floats near[4][4];
@@ -142,13 +164,16 @@ void assign(const float* keys, const int32_t* order, int n, const float* centres
 // Lloyd's algorithm on a sample, from keys at equal distances, then the nearest centre of every key, and the tokens in
 // the order of their clusters: order [n], bounds [P, 2]. `work` holds room * (2 D + 1) floats and n integers.
 template <int D>
-void cluster(const float* keys, int n, int parts, int sampled, int rounds, int32_t* order, int32_t* bounds, float* work) {
+void cluster(const Rows& keys, int n, int parts, int sampled, int rounds, int32_t* order, int32_t* bounds, float* work) {
   const int room = (parts + 4 * W - 1) / (4 * W) * (4 * W), sample = std::min(n, sampled);
   float *centres = work, *sums = work + (size_t)room * D, *squares = sums + (size_t)room * D;
   int32_t* part = (int32_t*)(squares + room);
   std::fill(centres, centres + (size_t)room * D, 0.f);
-  for (int p = 0; p < parts; p++)
-    for (int d = 0; d < D; d++) centres[(size_t)d * room + p] = keys[(size_t)((int64_t)p * n / parts) * D + d];
+  float copy[D];
+  for (int p = 0; p < parts; p++) {
+    const float* key = keys.row<D>((int64_t)p * n / parts, copy);
+    for (int d = 0; d < D; d++) centres[(size_t)d * room + p] = key[d];
+  }
   for (int i = 0; i < sample; i++) order[i] = (int64_t)i * n / sample;
   for (int round = 0;; round++) {
     for (int p = 0; p < room; p++) {
@@ -161,7 +186,8 @@ void cluster(const float* keys, int n, int parts, int sampled, int rounds, int32
     std::fill(sums, sums + (size_t)room * D, 0.f), std::fill(bounds, bounds + parts, 0);
     for (int i = 0; i < sample; i++) {
       bounds[part[i]]++;
-      for (int d = 0; d < D; d++) sums[(size_t)part[i] * D + d] += keys[(size_t)order[i] * D + d];
+      const float* key = keys.row<D>(order[i], copy);
+      for (int d = 0; d < D; d++) sums[(size_t)part[i] * D + d] += key[d];
     }
     for (int p = 0; p < parts; p++)
       for (int d = 0; d < D && bounds[p]; d++) centres[(size_t)d * room + p] = sums[(size_t)p * D + d] / bounds[p];
@@ -186,17 +212,22 @@ void summarise(const Tokens& tokens, const int32_t* bounds, int parts, float* me
   for (int p = 0; p < parts; p++) {
     const int start = bounds[2 * p], end = bounds[2 * p + 1];
     float *mean_key = means + (size_t)p * D, *mean_value = mean_values + (size_t)p * D;
-    for (int i = start; i < end; i++)
-      for (int d = 0; d < D; d++) mean_key[d] += tokens.keys[tokens.row(i) * D + d], mean_value[d] += tokens.values[tokens.row(i) * D + d];
+    float copies[2][D];
+    for (int i = start; i < end; i++) {
+      const float *own_key = tokens.key<D>(i, copies[0]), *own_value = tokens.value<D>(i, copies[1]);
+      for (int d = 0; d < D; d++) mean_key[d] += own_key[d], mean_value[d] += own_value[d];
+    }
     for (int d = 0; d < D && start < end; d++) mean_key[d] /= end - start, mean_value[d] /= end - start;
     for (int i = start; i < end; i += 4) {
       float key[4][D] = {}, value[4][D] = {};
-      for (int a = 0; a < std::min(4, end - i); a++)
+      for (int a = 0; a < std::min(4, end - i); a++) {
+        const float *own_key = tokens.key<D>(i + a, copies[0]), *own_value = tokens.value<D>(i + a, copies[1]);
         for (int d = 0; d < D; d++) {
-          key[a][d] = share * (tokens.keys[tokens.row(i + a) * D + d] - mean_key[d]);
-          value[a][d] = tokens.values[tokens.row(i + a) * D + d] - mean_value[d];
+          key[a][d] = share * (own_key[d] - mean_key[d]);
+          value[a][d] = own_value[d] - mean_value[d];
           variance[d] += share * value[a][d] * value[a][d];
         }
+      }
       for (int d = 0; d < D; d++)
         for (int j = 0; j < D; j++)
           covariance[d * D + j] += key[0][d] * value[0][j] + key[1][d] * value[1][j] + key[2][d] * value[2][j] + key[3][d] * value[3][j];

@@ -352,6 +352,7 @@ struct Step {
     sums.write(layer.output + (size_t)query_head * D, layer.log_mass + query_head);
   }
 
+  size_t bytes() const { return scratch.bytes(layer.threads); }
   int used(int unit) const { return (layer.slots[unit / layer.heads] + BLOCK - 1) / BLOCK; }
 
   void run() const {

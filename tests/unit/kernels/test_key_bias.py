@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.needs import KERNELS, needs
 from tests.unit.kernels.reference import eight, planes
-from tests.unit.kernels.test_steps import check, check_all, made, targets
+from tests.unit.kernels.test_steps import check, check_all, drawn, made, step, targets
 from torch import Tensor
 from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 from transformers.cache_utils import Cache
@@ -35,13 +35,14 @@ def test_channels_that_turn_with_a_large_bias_do_not_coarsen_the_others(
     query[:, ::2, 8:10] *= 4
     query[:, 1::2, 8:10] *= 0.01
     scale = query.shape[-1] ** -0.5
-    whole, scanned = (LayerCache(library, keys, values, [0], bits=bits, k=[k], clusters=1) for k in (600, 9))
-    output, _ = whole.step(query, scale)
+    prompt, last = (keys[:, :, :599], values[:, :, :599]), (keys[:, :, 599:], values[:, :, 599:])
+    whole, scanned = (LayerCache(library, *prompt, [0], bits=bits, k=[k], clusters=1) for k in (600, 9))
+    output, _ = step(whole, query, last, scale)
     exact, rounded = outputs_of(keys, values, query, scale), outputs_of(*restored(whole), query, scale)
     assert (output - rounded).norm() < (exact - rounded).norm()
     check(whole, query)
     check(scanned, query)
-    check_all(scanned, torch.stack((query, query.flip(1), 0.1 * query), 2))
+    check_all(scanned, torch.stack((query, query.flip(1), 0.1 * query), 2), drawn(scanned, 3))
 
 
 TURNING, STILL = [8, 9, 40, 41], [30, 31, 62, 63]

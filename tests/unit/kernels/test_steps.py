@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,19 +45,53 @@ def made(
     return keys, values, query * (2 * width**0.5 / spread.clamp_min(1e-3)).unsqueeze(-1)
 
 
+def drawn(cache: LayerCache, tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, T, D] of tokens."""
+    draw = torch.Generator().manual_seed(cache.width)
+    return torch.randn(2, cache.batch, cache.heads, tokens, cache.width, generator=draw).unbind()
+
+
+def taken(
+    method: Callable[..., Tensor], query: Tensor, tokens: Sequence[Tensor], scale: float, threads: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Outputs [B, H G, T, D] and log masses [B, H G, T] of a method of a cache, which takes in keys and values."""
+    batch, heads, count, _ = query.shape
+    log_mass = torch.empty(batch, count, heads)
+    output = method(query, *tokens, scale, threads, log_mass)
+    assert output.dtype == query.dtype and output.is_contiguous()
+    return output.transpose(1, 2), log_mass.transpose(1, 2)
+
+
+def step(cache: LayerCache, query: Tensor, tokens: Sequence[Tensor], scale: float = 0.125) -> tuple[Tensor, Tensor]:
+    """Output [B, H G, D] and log mass [B, H G] of a step."""
+    output, log_mass = taken(cache.step, query[:, :, None], tokens, scale)
+    return output[:, :, 0], log_mass[:, :, 0]
+
+
+def add(cache: LayerCache, keys: Tensor, values: Tensor) -> None:
+    """Adds tokens, and drops their outputs."""
+    batch, heads, count, width = keys.shape
+    cache.attend(torch.zeros(batch, heads, count, width), keys, values, 1.0)
+
+
 def check(cache: LayerCache, query: Tensor, scale: float | None = None) -> Tensor:
-    """Compares a step with the reference, and steps of 1 to 4 threads with each other; returns the output."""
+    """Compares a step over one more token with the reference, and steps of 1 to 4 threads with each other; takes the
+    token out again, and returns the output.
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    output, log_mass = cache.step(query, scale, threads=1)
+    token = drawn(cache, 1)
+    output, log_mass = step(cache, query, token, scale)
     expected, expected_mass, gap = attended(cache, query, scale)
     assert gap > 1e-5, "then rounding may choose other tokens: take another seed"
     size = torch.linalg.vector_norm(expected, dim=-1, keepdim=True)
     tolerance = 3e-5 if cache.bits == 8 else 1e-5  # there weights have 15 bits
     assert float(((output - expected) / size).abs().max()) < tolerance
     assert float((log_mass - expected_mass).abs().max()) < 1e-5 * max(1, float(expected_mass.abs().max()))
+    cache.drop(1)
     for threads in (2, 3, 4):
-        again = cache.step(query, scale, threads=threads)
-        assert output.equal(again[0]) and log_mass.equal(again[1])
+        again = taken(cache.step, query[:, :, None], token, scale, threads)
+        assert output.equal(again[0][:, :, 0]) and log_mass.equal(again[1][:, :, 0])
+        cache.drop(1)
     return output
 
 
@@ -90,8 +125,7 @@ def test_left_padding_is_not_read(library: Library, bits: int, width: int) -> No
     prompt = keys[:, :, :500], values[:, :, :500]
     cache = LayerCache(library, *prompt, first, bits=bits, k=[8, 6, 2, 1], clusters=6)
     check(cache, queries[:, :, 0])
-    cache.extend(keys[:, :, 500:], values[:, :, 500:])
-    check_all(cache, queries)
+    check_all(cache, queries, (keys[:, :, 500:], values[:, :, 500:]))
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -126,7 +160,7 @@ def test_equal_scores_are_read_in_order(library: Library, k: int) -> None:
 def test_flat_and_extreme_scores(library: Library, bits: int, factor: float) -> None:
     keys, values, query = made(300)
     cache = LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=5)
-    output, log_mass = cache.step(query * factor, 0.125)
+    output, log_mass = step(cache, query * factor, drawn(cache, 1))
     assert output.isfinite().all() and log_mass.isfinite().all()
     expected, expected_mass, _ = attended(cache, query * factor, 0.125)
     largest = float((query * factor).abs().max() * keys.abs().max()) * query.shape[-1] * 0.125
@@ -140,8 +174,10 @@ def test_nan_is_not_hidden(library: Library) -> None:
     keys, values, query = made(300)
     query[0, 1, 5] = math.nan
     for bits in KINDS:
-        output, _ = LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=5).step(query, 0.125)
-        assert output[0, 1].isnan().all() and output[0, [0, 2, 3, 4, 5]].isfinite().all()
+        cache = LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=5)
+        for dtype in (torch.float32, torch.bfloat16):
+            output, _ = step(cache, query.to(dtype), [x.to(dtype) for x in drawn(cache, 1)])
+            assert output[0, 1].isnan().all() and output[0, [0, 2, 3, 4, 5]].isfinite().all()
 
 
 @pytest.mark.parametrize("bits", KINDS)
@@ -151,16 +187,17 @@ def test_added_tokens_and_the_blocks_that_they_become(library: Library, bits: in
     keys, values, query = made(900, batch=2)
     keys, values = keys.bfloat16().float(), values.bfloat16().float()
     cache = LayerCache(library, keys[:, :, :300], values[:, :, :300], first, bits=bits, k=[6, 3], room=64, clusters=4)
-    for column in range(300, 900):
-        cache.append(keys[:, :, column], values[:, :, column])
+    for column in range(300, 899):
+        add(cache, keys[:, :, column : column + 1], values[:, :, column : column + 1])
         if column % 149 == 0 or column in (363, 364, 365):
             check(cache, query)
     check(cache, query)
+    output, _ = step(cache, query, (keys[:, :, 899:], values[:, :, 899:]))
     assert [len(real_places(cache, row)) + int(cache.recents[row]) for row in (0, 1)] == [900 - n for n in first]
     keys, values = keys.double(), values.double()
     exact = query.double().view(2, 2, 3, 64) @ keys[..., :, :].transpose(-1, -2) / 8
     exact[first.index(111), :, :, :111] = -math.inf
-    error = cache.step(query, 0.125)[0] - (exact.softmax(-1) @ values).flatten(1, 2)
+    error = output - (exact.softmax(-1) @ values).flatten(1, 2)
     relative = error.norm() / (exact.softmax(-1) @ values).norm()
     assert relative < {16: 1e-5, 8: 0.02, 4: 0.2}[bits]
 
@@ -176,8 +213,7 @@ def test_full_attention_of_several_tokens(
     """Each sees the tokens up to its own: as many steps over a cache that ends there, with nothing left unread."""
     keys, values, queries = several(length + tokens, width, group, tokens)
     cache = LayerCache(library, *(x[:, :, :length] for x in (keys, values)), [0], bits=bits, k=[3], clusters=5)
-    cache.extend(keys[:, :, length:], values[:, :, length:])
-    check_all(cache, queries)
+    check_all(cache, queries, (keys[:, :, length:], values[:, :, length:]))
     assert cache.tokens == [length + tokens]
 
 
@@ -186,29 +222,30 @@ def test_full_attention_of_several_tokens(
 def test_tokens_that_are_taken_out_again_leave_nothing(library: Library, bits: int, tail: int) -> None:
     """Through several blocks that become full, of which none gets a token that was taken out."""
     keys, values, queries = several(700, 64, 3, 9)
-    wrong = torch.full((1, 2, 64), 1e3)
+    wrong = torch.full((1, 2, 1, 64), 1e3)
     options = {"bits": bits, "k": [6], "tail": tail, "clusters": 4}
     cache, plain = (LayerCache(library, keys[:, :, :250], values[:, :, :250], [0], **options) for _ in range(2))
     for column in range(250, 691, 3):
         cache.reserve(9)
         for _ in range(9):
-            cache.append(wrong, wrong)
+            add(cache, wrong, wrong)
         cache.drop(9)
-        cache.extend(keys[:, :, column : column + 9], values[:, :, column : column + 9])
+        add(cache, keys[:, :, column : column + 9], values[:, :, column : column + 9])
         cache.drop(6)
     for column in range(250, 691):
-        plain.append(keys[:, :, column], values[:, :, column])
-    assert cache.tokens == plain.tokens == [691]
-    one, other = (each.attend(queries[:, :, :1], 0.125)[0] for each in (cache, plain))
+        add(plain, keys[:, :, column : column + 1], values[:, :, column : column + 1])
+    last = queries[:, :, :1], keys[:, :, 691:692], values[:, :, 691:692], 0.125
+    one, other = (each.attend(*last) for each in (cache, plain))
+    assert cache.tokens == plain.tokens == [692]
     relative = float((one - other).norm() / other.norm())
     assert relative < {16: 1e-5, 8: 0.01, 4: 0.01}[bits]  # other blocks may have been packed
-    check_all(cache, queries[:, :, :1])
+    check_all(cache, queries[:, :, :1], drawn(cache, 1))
     with pytest.raises(
         ValueError, match=f"only the last {int(cache.recents) - 4} tokens of a packed cache can be removed, not 700"
     ):
         cache.drop(700)
     with pytest.raises(ValueError, match="65 tokens at once, more than a block of 64"):
-        cache.extend(keys[:, :, :65], values[:, :, :65])
+        add(cache, keys[:, :, :65], values[:, :, :65])
 
 
 def several(length: int, width: int, group: int, tokens: int, batch: int = 1) -> tuple[Tensor, ...]:
@@ -218,12 +255,13 @@ def several(length: int, width: int, group: int, tokens: int, batch: int = 1) ->
     return keys, values, torch.stack(queries, 2)
 
 
-def check_all(cache: LayerCache, queries: Tensor) -> None:
-    """Compares full attention with the reference, token by token, and 1 to 3 threads with each other."""
+def check_all(cache: LayerCache, queries: Tensor, more: Sequence[Tensor]) -> None:
+    """Compares full attention of more tokens with the reference, one by one, and 1 to 3 threads with each other."""
     scale, tokens = queries.shape[-1] ** -0.5, queries.shape[2]
-    output, log_mass = cache.attend(queries, scale, threads=1)
+    output, log_mass = taken(cache.attend, queries, more, scale)
     for threads in (2, 3):
-        again = cache.attend(queries, scale, threads=threads)
+        cache.drop(tokens)
+        again = taken(cache.attend, queries, more, scale, threads)
         assert output.equal(again[0]) and log_mass.equal(again[1])
     k, recents = cache.k.clone(), cache.recents.clone()
     cache.k[:] = 10**6  # the reference reads everything, up to a token
@@ -238,15 +276,66 @@ def check_all(cache: LayerCache, queries: Tensor) -> None:
 
 
 @pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes_and_strides_change_nothing(library: Library, bits: int, dtype: torch.dtype) -> None:
+    """Of tensors [B, T, H, D] seen as [B, H, T, D], and of numbers that are not neighbours: prompts, turns, drafts and
+    steps give what float32 copies do, rounded to the dtype of the query.
+    """
+    keys, values, query = made(500)
+    queries = query[:, :, None] * torch.linspace(0.5, 1, 260)[:, None]
+    keys, values, queries = (x.to(dtype) for x in (keys, values, queries))
+    apart = torch.stack((values, values), -1)[..., 0]
+    keys, queries = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, queries))
+    caches, results = [], []
+    for k, v, q in ((keys, apart, queries), tuple(x.float().contiguous() for x in (keys, values, queries))):
+        cache = LayerCache(library, k[:, :, :240], v[:, :, :240], [0], bits=bits, clusters=5)
+        cache.choose(lambda count: count // 20, residual=True)
+        outputs = [cache.read(q[:, :, :100], k[:, :, 240:340], v[:, :, 240:340], 0.125)]
+        outputs.append(cache.attend(q[:, :, 100:120], k[:, :, 340:360], v[:, :, 340:360], 0.125))
+        for at in range(120, 260):
+            column = slice(240 + at, 241 + at)
+            outputs.append(cache.step(q[:, :, at : at + 1], k[:, :, column], v[:, :, column], 0.125))
+        caches.append(cache)
+        results.append(torch.cat(outputs, 1))
+    assert results[0].dtype == dtype and results[0].equal(results[1].to(dtype))
+    one, other = (cache.state() for cache in caches)
+    assert one[1] == other[1] and all(one[0][name].equal(other[0][name]) for name in one[0])
+
+
+def test_k_is_asked_for_when_tokens_join_the_blocks(library: Library) -> None:
+    """And after a further turn, and of another rule: not in each step."""
+    keys, values, _ = made(700)
+    cache = LayerCache(library, keys[:, :, :200], values[:, :, :200], [0], clusters=3)
+    asked = []
+
+    def rule(count: int) -> int:
+        asked.append(count)
+        return count // 10
+
+    for column in range(200, 500):
+        cache.choose(rule, residual=True)
+        add(cache, keys[:, :, column : column + 1], values[:, :, column : column + 1])
+        assert cache.k.tolist() == [asked[-1] // 10]
+    assert asked == [200, *range(264, 500, 64)]
+    cache.read(torch.zeros(1, 2, 200, 64), keys[:, :, 500:], values[:, :, 500:], 1.0)
+    assert asked[-1] == 700 and cache.k.tolist() == [70]
+    cache.choose(lambda count: 3, residual=False)
+    assert cache.k.tolist() == [3] and not cache.residual
+
+
+@pytest.mark.parametrize("bits", KINDS)
 def test_a_merged_state_is_that_of_all_tokens(library: Library, bits: int) -> None:
     """Outputs and log masses of two sets of tokens give those of both."""
     keys, values, query = made(400)
     keys, values = keys.bfloat16().float(), values.bfloat16().float()
-    whole = LayerCache(library, keys, values, [0], bits=16).step(query, 0.125)
-    parts = [
-        LayerCache(library, keys[:, :, part], values[:, :, part], [0], bits=bits, k=[400]).step(query, 0.125)
-        for part in (slice(0, 170), slice(170, 400))
-    ]
+
+    def of(start: int, end: int, bits: int) -> tuple[Tensor, Tensor]:
+        prompt = (x[:, :, start : end - 1] for x in (keys, values))
+        cache = LayerCache(library, *prompt, [0], bits=bits, k=[400])
+        return step(cache, query, [x[:, :, end - 1 : end] for x in (keys, values)])
+
+    whole = of(0, 400, 16)
+    parts = [of(0, 170, bits), of(170, 400, bits)]
     outputs, masses = zip(*parts, strict=True)
     share = torch.stack(masses).softmax(0).unsqueeze(-1)
     assert torch.allclose(torch.stack(masses).logsumexp(0), whole[1], atol={16: 1e-5}.get(bits, 0.02))
@@ -331,9 +420,11 @@ def test_tokens_of_a_further_turn_are_clustered_together(library: Library, lengt
     for threads in (1, 3):
         cache = LayerCache(library, keys[:, :, :length], values[:, :, :length], [0], clusters=16)
         more = keys[:, :, length:], values[:, :, length:]
-        results.append((cache.read(queries, *more, 0.125, threads), cache.state()[0]))
+        results.append((taken(cache.read, queries, more, 0.125, threads), cache.state()[0]))
     (outputs, one), (again, other) = results
-    assert outputs[0].equal(again[0]) and all(one[name].equal(other[name]) for name in one)
+    assert (
+        outputs[0].equal(again[0]) and outputs[1].equal(again[1]) and all(one[name].equal(other[name]) for name in one)
+    )
     assert cache.tokens == cache.counted.tolist() == [600]
     if length > 20:  # else the first clusters are those of the turn
         by_cluster, by_position = in_clusters(cache, keys[0, 0])
@@ -356,7 +447,7 @@ def test_what_joins_a_long_prompt_counts_in_the_covariance(library: Library) -> 
     joined = 4080  # the first token that joins
     for part, other in zip(more.split(64, 2), others.split(64, 2), strict=True):
         before = int(cache.slots)
-        cache.extend(part, other)
+        add(cache, part, other)
         if int(cache.slots) > before:
             new = slice(joined, joined + 64)
             k = all_keys[new] - all_keys[new].mean(0)
