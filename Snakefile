@@ -108,5 +108,5 @@ onstart:
 
 
 onsuccess:
-    if any(job.rule.name == "report" for job in workflow.dag.jobs):
+    if start.makes_the_page(workflow):
         print(*start.closing_lines(plan), sep="\n", file=sys.stderr)

@@ -74,7 +74,9 @@ def study(checkout: Path, forked: dict[str, str]) -> Path:
     """The checkout after `snakemake all`."""
     code, output = snakemake(checkout, "all", **forked)
     assert code == 0, output + "".join(log.read_text() for log in checkout.glob("logs/**/*.log"))[-4000:]
-    assert "KL from full attention in nats (tiny, wiki at 1k, 4 % read exactly): topk " in output
+    (kl,) = re.findall(r"KL from full attention in nats \(tiny, wiki at 1k, 2 % read exactly\): topk ([0-9.]+)", output)
+    page = (checkout / "results" / "report.html").read_text(encoding="utf-8")
+    assert "With 2% of the prompt read exactly" in page and f"</i> {kl} (" in page
     assert f"All results on one page: {checkout}/results/report.html" in output
     return checkout
 

@@ -55,7 +55,7 @@ def run(
     record = Record("report", spec, [*tables, *figures, comparison], sources=[template])
     cells = {path.stem: read_frame(path) for path in tables}
     pages = environment(template, autoescape=True)
-    pages.filters |= {"html": html, "field": field_html, "hover": hover, "between": between}
+    pages.filters |= {"html": html, "field": field_html, "hover": hover, "brackets": in_brackets}
     pages.filters |= {"method": method_title, "corpus": text_title}
     models = {backbone.model_id: backbone.weights for backbone in spec.backbones}
     shown = {
@@ -188,3 +188,10 @@ def _notes_on(cell: Cell) -> list[str]:
 
 def between(cell: Cell) -> str:
     return " to ".join(interval(cell))
+
+
+def in_brackets(cell: Cell, words: str = "") -> str:
+    """Returns a space and the interval in brackets, after these words; empty where it is unknown, as for a single
+    document.
+    """
+    return "" if pd.isna(cell["ci_low"]) else f" ({words}{between(cell)})"

@@ -9,18 +9,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from snakemake.iocontainers import Wildcards
 
 from residual_mass.estimate import time_left
 from residual_mass.files import write_text
 from residual_mass.machine import preflight, slurm
+from residual_mass.metrics import KL, budget_text
 from residual_mass.paper import latex
+from residual_mass.paper.headline import headline
+from residual_mass.paper.results import load_results
+from residual_mass.paper.tables import find, middle_budget
 from residual_mass.spec import paths
-from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import Job
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
+from residual_mass.study.tables import shown_by
 
 
 def problems(plan: Plan, workflow: Any) -> list[str]:
@@ -50,13 +53,24 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
 
 
 def say_of_dry_run(plan: Plan, workflow: Any, folder: Path) -> None:
-    """Prints one line with what this machine lacks for the jobs of a dry run in a folder, and how long they take."""
+    """Prints one line with what this machine lacks for the jobs of a dry run in a folder, and how long they take; if no
+    job is left, the last lines of the study.
+    """
     if not workflow.dryrun or workflow.scheduler is None:  # no scheduler: the run ended before its jobs were known
         return
-    if work := _with_specs(workflow.dag.needrun_jobs(exclude_finished=False)):
-        with contextlib.chdir(folder):  # Snakemake has left it
+    left = list(workflow.dag.needrun_jobs(exclude_finished=False))
+    work = _with_specs(left)
+    with contextlib.chdir(folder):  # Snakemake has left it
+        if work:
             lacking = "; ".join(problems(plan, workflow)) or "this machine lacks nothing"
             print(f"Before the first job: {lacking}. Time: {time_left(work, Path('results'))}.", flush=True)
+        elif not left and makes_the_page(workflow):
+            print(*closing_lines(plan), sep="\n", flush=True)
+
+
+def makes_the_page(workflow: Any) -> bool:
+    """Whether the page of a study is among the targets of a run or their inputs."""
+    return any(job.rule.name == "report" for job in workflow.dag.jobs)
 
 
 def _with_specs(jobs: Iterable[Any]) -> list[Job]:
@@ -66,22 +80,26 @@ def _with_specs(jobs: Iterable[Any]) -> list[Job]:
 
 
 def closing_lines(plan: Plan) -> list[str]:
-    """Returns the last lines of a finished study: the KL of up to three methods, and the path of the page."""
+    """Returns the last lines of a finished study: the KL that its page opens with, here of up to three methods, and the
+    path of the page.
+    """
     name = plan.main.study
-    study, backbone = plan.studies[name], plan.backbones_of(name)[0]
-    lines = [f"All results on one page: {Path(paths.REPORT).absolute()}"]
+    study = plan.studies[name]
+    page = f"All results on one page: {Path(paths.REPORT).absolute()}"
     if not study.fidelity.lengths or not study.fidelity.corpora:
-        return lines
-    text, length = study.fidelity.corpora[0], max(study.fidelity.lengths, key=tokens_of)
-    budget = f"{study.diagnostics.budget:g}"
-    place = {"text": text, "state": "own", "metric": "kl", "budget_percent": budget}
-    rows = pd.read_csv(paths.FIDELITY.format(backbone=backbone, length=length), dtype=str, na_filter=False)
-    rows = [row for row in rows.to_dict("records") if place.items() <= row.items()]
-    kl = {row["method"]: row["value"] for row in rows if row["maps"] in ("", study.maps.main)}
-    methods = dict.fromkeys((*(name for name in ("topk", "topk_phi") if name in study.methods), study.recommended))
-    numbers = ", ".join(f"{method} {kl[method]}" for method in methods if method in kl)
-    where = f"{backbone}, {text} at {length}, {budget} % read exactly"
-    return [f"KL from full attention in nats ({where}): {numbers}", *lines]
+        return [page]
+    files, spec = shown_by(plan, name, "fidelity")
+    if not all(Path(file).exists() for file in files):  # removed after the page was made
+        return [page]
+    cells = find("fidelity").cells(load_results(map(Path, files)), spec)
+    distances = headline(cells, KL.name, middle_budget(spec))
+    methods = dict.fromkeys(("topk", "topk_phi", study.recommended))
+    shown = [distances[method] for method in methods if method in distances]
+    numbers = ", ".join(f"{cell['method']} {cell['text']}" for cell in shown)
+    first = shown[0]
+    place = f"{first['backbone']}, {first['corpus']} at {first['length']}"
+    budget = budget_text(first["budget_percent"])
+    return [f"KL from full attention in nats ({place}, {budget} % read exactly): {numbers}", page]
 
 
 # ---- jobs of a whole study -------------------------------------------------------------------------------------------
