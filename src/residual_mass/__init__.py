@@ -1,7 +1,7 @@
 """Residual-mass accounting for partial-KV decoding: the method, and a pipeline that reproduces its paper.
 
-`PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding` and `PackedCache` are the library's entry points;
-`residual_mass.core` holds the mathematics and needs only torch.
+`PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding`, `PackedCache` and `pack_weights` are the library's
+entry points; `residual_mass.core` holds the mathematics and needs only torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,23 @@ if TYPE_CHECKING:
     from residual_mass.decode.generate import partial_decoding, partial_generate
     from residual_mass.decode.packed_backend import PackedCache
     from residual_mass.decode.session import partial_kv
+    from residual_mass.model.packed_weights import pack_weights
     from residual_mass.model.phi_maps import PhiMaps
 
 __version__ = "0.2.0"
-__all__ = ["PackedCache", "PhiMaps", "__version__", "partial_decoding", "partial_generate", "partial_kv"]
+__all__ = [
+    "PackedCache",
+    "PhiMaps",
+    "__version__",
+    "pack_weights",
+    "partial_decoding",
+    "partial_generate",
+    "partial_kv",
+]
 PLACES = {
     "PackedCache": "decode.packed_backend",
     "PhiMaps": "model.phi_maps",
+    "pack_weights": "model.packed_weights",
     "partial_decoding": "decode.generate",
     "partial_generate": "decode.generate",
     "partial_kv": "decode.session",
