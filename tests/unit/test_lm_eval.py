@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
+from residual_mass.model.packed_weights import pack_weights
 from residual_mass.spec.settings import AnchorSpec
 
 GENERATION = {
@@ -127,7 +129,7 @@ def test_full_is_lm_evals_own_model_and_topk_of_everything_is_full(task: str, re
 
 def test_the_results_name_the_method(results: Results) -> None:
     assert results["whole"]["config"]["partial_kv"] == {
-        "method": "topk", "budget": 1.0, "phi_sha256": None, "num_sink": 4, "num_tail": 16, "stride": 16,
+        "method": "topk", "budget": 1.0, "phi_sha256": None, "num_sink": 4, "num_tail": 16, "stride": 16, "weights": None,
     }  # fmt: skip
     assert "partial_kv" not in results["hflm"]["config"]
 
@@ -239,6 +241,22 @@ def test_maps_from_a_file(tiny_backbone: Backbone, tmp_path: Path) -> None:
     assert model.get_model_info()["partial_kv"]["phi_sha256"] == model.phi.sha256
 
 
+def test_packed_weights(tiny_backbone: Backbone) -> None:
+    packed = pack_weights(copy.deepcopy(tiny_backbone.model), 8)
+    likelihoods = {}
+    for name, model, weights in (
+        ("plain", tiny_backbone.model, None),
+        ("packed before", packed, None),
+        ("packed here", copy.deepcopy(tiny_backbone.model), 8),
+    ):
+        options = options_of(tiny_backbone, method="topk", budget=0.25, num_sink=2, num_tail=9, weights=weights)
+        own = PartialKV(**options | {"pretrained": model})
+        likelihoods[name] = own.loglikelihood(instances("loglikelihood", (TEXTS[0], "yes"), (TEXTS[2], "no")))
+        assert own.get_model_info()["partial_kv"]["weights"] == weights
+    assert likelihoods["packed here"] == likelihoods["packed before"]
+    assert likelihoods["packed here"] != likelihoods["plain"]
+
+
 WRONG = [
     ({"method": "topq"}, "method 'topq' is unknown; the most similar are topk, "),
     ({"budget": 2}, r"budget=2 is not a share of the prompt's tokens in \(0, 1\]: for 2 % write 0.02"),
@@ -249,6 +267,7 @@ WRONG = [
     ({"num_sink": -1}, "num_sink is -1, not a whole number of at least 0"),
     ({"num_tail": 1.5}, "num_tail is 1.5, not a whole number"),
     ({"stride": 0}, "stride is 0, not a whole number of at least 1"),
+    ({"weights": 5}, "bits is 5, not 4 or 8"),
     ({"parallelize": True}, "does not support parallelize: leave parallelize out"),
     ({"peft": "adapter", "autogptq": True}, "does not support peft, autogptq: leave peft out"),
     ({"backend": "seq2seq"}, "LlamaForCausalLM is not a decoder-only model"),

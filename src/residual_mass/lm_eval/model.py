@@ -24,6 +24,7 @@ from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
 from residual_mass.decode.prefix import build_prefix
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_supported
 from residual_mass.model.loading import wrap_model
+from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
@@ -63,6 +64,7 @@ class PartialKV(HFLM):
         phi: feature maps or their file, for the methods that need them.
         num_sink, num_tail: first and last positions of the prompt that are always exact.
         stride: tokens of a chunk in rolling likelihoods.
+        weights: 4 or 8 packs the weights of linear layers (`pack_weights`), on a CPU; None leaves the model as it is.
         options: HFLM's, except for those in UNSUPPORTED and encoder-decoder models.
 
     Raises:
@@ -80,6 +82,7 @@ class PartialKV(HFLM):
         num_sink: int = 4,
         num_tail: int = 16,
         stride: int = 256,
+        weights: int | None = None,
         **options: Any,
     ) -> None:
         _require_supported(options)
@@ -96,8 +99,11 @@ class PartialKV(HFLM):
         super().__init__(pretrained, **options)
         if self.backend != "causal":
             raise BadArgument(f"{type(self.model).__name__} is not a decoder-only model; no other is supported")
+        self.weights = weights
         try:
             require_supported(self.model, arm, self.phi)
+            if weights is not None:
+                pack_weights(self.model, weights)
         except ValueError as error:
             raise BadArgument(str(error)) from None
 
@@ -131,6 +137,7 @@ class PartialKV(HFLM):
             "num_sink": self.anchors.sink,
             "num_tail": self.anchors.tail,
             "stride": self.stride,
+            "weights": self.weights,
         }
         return {**super().get_model_info(), "partial_kv": method}
 
