@@ -15,7 +15,7 @@ import pandas as pd
 from residual_mass.benchmarks.catalogue import both_scores
 from residual_mass.files import csv_text, read_csv, read_jsonl, write_text
 from residual_mass.methods import names
-from residual_mass.metrics import Metric, metric_of_mean
+from residual_mass.metrics import Metric, budget_text, metric_of_mean
 from residual_mass.provenance import Record
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.columns import RESULTS
@@ -114,7 +114,7 @@ def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
 
 
 def _name(task: str, arm: ArmSpec) -> str:
-    budget = "" if arm.budget_percent is None else f"{arm.budget_percent:g}%"
+    budget = "" if arm.budget_percent is None else f"{budget_text(arm.budget_percent)}%"
     return " ".join(part for part in (task, arm.method, budget, arm.maps) if part)
 
 
@@ -139,7 +139,7 @@ def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFr
     flags = [metric.flags(x) | ({"beats_full"} if arm in beating else set()) for arm, x in numbers["value"].items()]
     table = numbers.map(_number).assign(
         method=[arm.method for arm in arms],
-        budget_percent=["" if arm.budget_percent is None else f"{arm.budget_percent:g}" for arm in arms],
+        budget_percent=[budget_text(arm.budget_percent) for arm in arms],
         maps=[arm.maps or "" for arm in arms],
         phi_sha=rows.groupby("arm")["phi_sha"].first(),
         flags=[" ".join(sorted(words)) for words in flags],

@@ -14,6 +14,7 @@ import numpy as np
 from residual_mass.diagnostics.claims import CLAIMS, Claim
 from residual_mass.diagnostics.samples import Sample, estimate, text
 from residual_mass.files import csv_text, write_text
+from residual_mass.metrics import budget_text
 from residual_mass.provenance import Record
 from residual_mass.spec.specs import FindingsSpec
 from residual_mass.spec.texts import CWE
@@ -57,7 +58,7 @@ def run(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], account
 def _accounting(as_is: Sample, drawn: Sample) -> Iterator[Row]:
     about = as_is.facts | _sizes(as_is) | {"rows": as_is.rows}
     for budget, k in as_is.ks.items():
-        row: Row = {**about, "budget_percent": f"{budget:g}", "k": k}
+        row: Row = {**about, "budget_percent": budget_text(budget), "k": k}
         for name in ("e_topk", "e_nosub", "e_sub"):
             row |= estimate(as_is.mean(name, budget), drawn.mean(name, budget)).columns(name)
         row |= estimate(as_is.log_z_error(budget), drawn.log_z_error(budget)).columns("log_z_error")

@@ -25,6 +25,7 @@ from residual_mass.diagnostics.samples import BootstrapEstimate, drawn_packs, es
 from residual_mass.files import csv_text, write_parquet, write_text
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import feature_bytes, full_bytes, kept_bytes, step_bytes
+from residual_mass.metrics import budget_text
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.provenance import Record
@@ -142,7 +143,7 @@ def _lines(
         "revision": spec.backbone.revision, "weights": spec.backbone.weights,
     }  # fmt: skip
     for (method, budget), rows in frame.groupby(arm, sort=False):
-        line = about | {"method": method, "budget_percent": f"{budget:g}", "k": rows["k"].iloc[0]}
+        line = about | {"method": method, "budget_percent": budget_text(budget), "k": rows["k"].iloc[0]}
         if maps is not None and method_named(method).needs_maps:
             steps = maps.training_facts.get("recipe", {}).get("steps", "")
             line |= {"maps": spec.maps.label, "training_steps": steps, "phi_sha": maps.sha256}

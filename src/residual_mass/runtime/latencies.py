@@ -38,6 +38,7 @@ from residual_mass.decode.text import TextBatch
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import method_named
 from residual_mass.methods.served import backends_of
+from residual_mass.metrics import budget_text
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.layers import device_of
 from residual_mass.model.loading import load_backbone
@@ -189,7 +190,7 @@ def _known(setting: Setting, bandwidth: float) -> dict[str, object]:
     return {
         "implementation": setting.implementation, "method": setting.method, "context": setting.context,
         "batch": setting.batch, "k": "" if rule.whole_prefix else setting.k,
-        "budget_percent": "" if rule.whole_prefix else f"{spec.budget:g}",
+        "budget_percent": budget_text(None if rule.whole_prefix else spec.budget),
         "step_bytes": total, "floor_ms": f"{1e3 * total / bandwidth:.3f}", "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
         "state_bytes": prompt_bytes(rule, setting.phi.shape, length, spec.map.d_phi).summary,
         "repeats": spec.repeats, "phi_weights": "random" if rule.needs_maps else "",
