@@ -113,6 +113,14 @@ def test_a_library_that_lacks_a_width_is_not_loaded(monkeypatch: pytest.MonkeyPa
         library.Library("portable")
 
 
+@needs(KERNELS)
+def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read its arguments as something else."""
+    monkeypatch.setattr(library, "INTERFACE", library.INTERFACE + 1)
+    with pytest.raises(OSError, match="_portable.so is of another version of this package"):
+        library.Library("portable")
+
+
 @pytest.mark.slow
 @needs(COMPILER)
 def test_sanitizers_find_nothing(checkout: Path) -> None:
