@@ -24,7 +24,9 @@ from residual_mass.study.config import load
 
 ROOT = Path(__file__).parents[2]
 SPECS: dict[str, type[Any]] = {"train_variants": specs.TrainSpec} | {
-    stage: getattr(specs, name) for stage in plan.JOBS if hasattr(specs, name := f"{stage.title().replace('_', '')}Spec")
+    stage: getattr(specs, name)
+    for stage in plan.JOBS
+    if hasattr(specs, name := f"{stage.title().replace('_', '')}Spec")
 }
 """Of the stages that take one."""
 NO_ACCESS = {"HF_HOME": "nowhere", "HF_TOKEN": "", "HF_TOKEN_PATH": "nowhere"}

@@ -5,26 +5,26 @@ Shape letters used throughout (leading dimensions `...` are free, for instance p
     D = head dimension   M = features (d_phi)   H = heads stacked in one map   N = vectors mapped at once
 """
 
-from __future__ import annotations
+from residual_mass.core.accounting import (
+    Estimate,
+    Retrieved,
+    SummaryState,
+    Terms,
+    attention_scores,
+    exact_terms,
+    key_features,
+    merge,
+    one_gather_terms,
+    residual_terms,
+    summarise,
+)
+from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
+from residual_mass.core.measures import mass_curve, mass_recovery, mid_entropy, rel_l1, residual_share
+from residual_mass.core.selection import Partition, Selected, exhaustive_topk, members, partition, retrieved_count
 
-import importlib
-from typing import Any
-
-_NAMES = {
-    "accounting": (
-        "Estimate", "Retrieved", "SummaryState", "Terms", "attention_scores", "exact_terms", "key_features",
-        "merge", "one_gather_terms", "residual_terms", "summarise",
-    ),
-    "feature_maps": ("FoldedMap", "HedgehogMap", "ReZeroMap"),
-    "measures": ("mass_curve", "mass_recovery", "mid_entropy", "rel_l1", "residual_share"),
-    "selection": ("Partition", "Selected", "exhaustive_topk", "members", "partition", "retrieved_count"),
-}  # fmt: skip
-__all__ = sorted(name for names in _NAMES.values() for name in names)
-
-
-def __getattr__(name: str) -> Any:
-    """Imports lazily, so that methods can be named without torch."""
-    for home, names in _NAMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [
+    "Estimate", "FoldedMap", "HedgehogMap", "Partition", "ReZeroMap", "Retrieved", "Selected", "SummaryState", "Terms",
+    "attention_scores", "exact_terms", "exhaustive_topk", "key_features", "mass_curve", "mass_recovery", "members",
+    "merge", "mid_entropy", "one_gather_terms", "partition", "rel_l1", "residual_share", "residual_terms",
+    "retrieved_count", "summarise",
+]  # fmt: skip

@@ -96,8 +96,6 @@ class Part:
     """Upper limits of parameters that are counts, whose lower limit is 1; None for no upper limit."""
     recipe: ClassVar[int] = 1
     """Version of the numbers: raise it when a change to the code alters them, so that stored rows are decoded again."""
-    former: ClassVar[Mapping[str, Any]] = {}
-    """Removed parameters, with the values that they have in the keys of stored rows."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a parameter outside its limits."""
@@ -114,7 +112,7 @@ class Part:
         for field in fields(self):
             value = getattr(self, field.name)
             values[field.name] = value.identity if isinstance(value, Part) else value
-        return {"name": type(self).__name__, "recipe": self.recipe, **self.former, **values}
+        return {"name": type(self).__name__, "recipe": self.recipe, **values}
 
 
 class Selector(Part, ABC):
@@ -227,7 +225,6 @@ class TopK(Selector):
     """Chooses the K mid-region tokens with the highest scores (the paper's eq. 2). An oracle: it scores every key."""
 
     title = "Top-$K$ by exact scores"
-    recipe = 0
     reads_keys = cuts = scans = True
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
@@ -243,7 +240,7 @@ def best_of(scanned: Tensor, mid: Tensor, k: Tensor) -> Choice:
 
 
 @dataclass(frozen=True)
-class Phi:
+class Phi(Part):
     """Summaries of learned features, Z = <phi_q, u> and nu = S phi_q.
 
     It computes no terms of its own: the decode paths compute them together with the exact ones (`core.accounting`).
@@ -334,15 +331,10 @@ class Method:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Name and parts of the method, for the keys of stored rows. Methods of the paper have the name alone, because
-        rows were stored before other methods existed.
-        """
-        identity = {"method": self.name}
-        if self.selector is not None and self.selector != TopK():
-            identity["selector"] = self.selector.identity
-        if self.own is not None:
-            identity["residual"] = self.own.identity
-        return identity
+        """Name and parts of the method, for the keys of stored rows."""
+        selector = None if self.selector is None else self.selector.identity
+        residual = None if self.residual is None else self.residual.identity
+        return {"method": self.name, "selector": selector, "residual": residual}
 
 
 def state_bytes(state: tuple[Tensor, ...]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["accounting", "moments", "selection", "torch"]
 
 
 class Lazy:
@@ -14,7 +16,12 @@ class Lazy:
         return getattr(import_module(self.name), attribute)
 
 
-torch = Lazy("torch")
-accounting = Lazy("residual_mass.core.accounting")
-moments = Lazy("residual_mass.core.moments")
-selection = Lazy("residual_mass.core.selection")
+if TYPE_CHECKING:  # what editors and type checkers see
+    import torch
+
+    from residual_mass.core import accounting, moments, selection
+else:
+    torch = Lazy("torch")
+    accounting = Lazy("residual_mass.core.accounting")
+    moments = Lazy("residual_mass.core.moments")
+    selection = Lazy("residual_mass.core.selection")

@@ -52,7 +52,6 @@ class Moments(Residual):
     """P, k-means clusters of the keys. With more clusters than tokens, some are empty."""
     shared: bool = False
     """Whether clusters share their covariances, each scaled by its own spread."""
-    former = {"split": "clusters", "takes_out": False, "dtype": "float32"}
     uses_cut = True
 
     def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> MomentState:

@@ -39,7 +39,7 @@ class ArmSpec(HasMethod, Settings):
         return method_named(self.method)
 
 
-def own_identities(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:
-    """Returns the identities of the arms' methods that are not the paper's, each once."""
+def identities_of(arms: Iterable[ArmSpec]) -> tuple[dict[str, Any], ...]:
+    """Returns the identities of the arms' methods, each once."""
     rules = dict.fromkeys(arm.rule for arm in arms)
-    return tuple(rule.identity for rule in rules if not rule.of_the_paper)
+    return tuple(rule.identity for rule in rules)

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
-from residual_mass.spec.settings import MapSpec, Settings, later
+from residual_mass.spec.settings import MapSpec, Settings
 from residual_mass.spec.texts import MEASURED, PROMPT_PACKS, TRAINED
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class BackboneSettings(Settings):
     """Label of the tokenizer; backbones of a study that share it share the frozen prompts."""
     context: Count
     """Longest sequence that the backbone supports, in tokens."""
-    requires_gpu: bool = later(False)
+    requires_gpu: bool = False
     """Whether jobs of this backbone ask for a GPU."""
 
 
@@ -181,7 +181,7 @@ class TrainingSettings(Settings):
     """Query positions sampled from a sequence per step."""
     query_window: Share
     """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
-    precision: Literal["float32", "bfloat16"] = later("float32")
+    precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the operands of matrix products in training; sums stay in float32. `bfloat16` is for GPUs, where it
     is many times as fast."""
     replay: ReplaySpec
@@ -264,7 +264,7 @@ class Continuations(Settings):
     """Longest continuation, in tokens."""
     seed: Natural
     """Seed of the documents."""
-    drafts: Natural = later(0)
+    drafts: Natural = 0
     """Places in each document from which full attention continues greedily, to count the errors of drafts."""
 
 

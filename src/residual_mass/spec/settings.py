@@ -5,10 +5,9 @@ Plain frozen dataclasses, so that the library needs no parser; the pipeline read
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
 MAPS_HEADER = "residual_mass_phi"
@@ -28,31 +27,9 @@ class Settings:
     }
 
 
-def later(default: Any) -> Any:
-    """Declares a field that was added to a spec after results had been made. Its default is not serialised, so that
-    finished jobs do not run again.
-    """
-    return dataclasses.field(default=default, metadata={"later": True})
-
-
 def to_json(settings: Any) -> str:
     """Serialises settings as one JSON object with sorted keys."""
-    return json.dumps(_plain(settings), sort_keys=True)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        plain = {}
-        for field in dataclasses.fields(value):
-            content = getattr(value, field.name)
-            if content != field.default or not field.metadata.get("later"):
-                plain[field.name] = _plain(content)
-        return plain
-    if isinstance(value, dict):
-        return {key: _plain(content) for key, content in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value
+    return json.dumps(settings, default=asdict, sort_keys=True)
 
 
 def tokens_of(label: str) -> int:

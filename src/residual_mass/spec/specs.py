@@ -23,7 +23,7 @@ from residual_mass.spec.sections import (
     TrainingSettings,
     parsed,
 )
-from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec, Settings, later
+from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec, Settings
 
 Spec = TypeVar("Spec")
 
@@ -97,8 +97,8 @@ class ArmsSpec(JobSpec):
     anchors: AnchorSpec
     truncate_to: str
     maps: tuple[MapsSpec, ...]
-    residuals: tuple[dict[str, Any], ...] = later(())
-    """Identities of the methods that the paper lacks; a changed identity runs the job again."""
+    identities: tuple[dict[str, Any], ...] = ()
+    """Of the arms' methods; a changed identity runs the job again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class ResidualErrorsSpec(JobSpec, Sampling):
     maps: MapsSpec | None
     """Maps of the methods that need them; they may have been trained on shorter texts."""
     bootstrap_resamples: int
-    residuals: tuple[dict[str, Any], ...] = later(())
+    identities: tuple[dict[str, Any], ...] = ()
     """As in `ArmsSpec`."""
 
 
@@ -254,7 +254,7 @@ class RuntimeSpec(JobSpec, Latencies):
     anchors: AnchorSpec
     map: MapSpec
     """Shape of the feature maps, whose weights are random: latency hardly depends on them."""
-    own_methods: tuple[str, ...] = later(())
+    own_methods: tuple[str, ...] = ()
     """Methods that the paper lacks, which are measured only in our implementation."""
 
 
@@ -289,7 +289,7 @@ class TableSpec(Settings):
     """Lengths at which a benchmark is evaluated, if not at all `lengths`; other cells print `--`."""
     maps: tuple[str, ...] = ()
     """Rows of the mismatch and ablation tables: labels of the feature maps, in order."""
-    own_methods: tuple[str, ...] = later(())
+    own_methods: tuple[str, ...] = ()
     """Methods that the paper lacks: the last rows of a table of scores."""
     backbone_titles: dict[str, str] = field(default_factory=dict)
 

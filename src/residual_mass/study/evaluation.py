@@ -11,7 +11,7 @@ from snakemake.io import expand
 from residual_mass.methods import method_named
 from residual_mass.recipes import RECIPES
 from residual_mass.spec import paths, specs
-from residual_mass.spec.arms import ArmSpec, own_identities
+from residual_mass.spec.arms import ArmSpec, identities_of
 from residual_mass.spec.columns import decoding_words
 from residual_mass.spec.sections import Continuations, Decoding, Resampling, TrainingSettings, fields_of, parsed
 from residual_mass.spec.settings import tokens_of
@@ -101,7 +101,7 @@ def force(checkout: Checkout, w: Wildcards) -> Work:
         anchors=study.anchors,
         truncate_to=study.truncate_to,
         maps=maps_specs(maps),
-        residuals=own_identities((*study.arms, *further)),
+        identities=identities_of((*study.arms, *further)),
     )
     files = {
         "assets": checkout.assets_manifest,
@@ -157,7 +157,7 @@ def generate(checkout: Checkout, w: Wildcards) -> Work:
         truncate_to=study.truncate_to,
         maps=maps_specs(maps),
         allow_extrapolation=w.group == "mismatch",  # `mismatch` measures it; other groups refuse it
-        residuals=own_identities(arms),
+        identities=identities_of(arms),
     )
     files = {
         "assets": checkout.assets_manifest,

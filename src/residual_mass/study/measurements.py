@@ -8,7 +8,7 @@ from residual_mass.methods import method_named
 from residual_mass.methods.served import backends_of
 from residual_mass.recipes import RECIPES
 from residual_mass.spec import paths, specs
-from residual_mass.spec.arms import ArmSpec, own_identities
+from residual_mass.spec.arms import ArmSpec, identities_of
 from residual_mass.spec.sections import Head, Latencies, Resampling, Sampling, fields_of
 from residual_mass.spec.settings import tokens_of
 from residual_mass.study.checkout import Checkout, Wildcards, Work, maps_specs, require_known
@@ -91,7 +91,7 @@ def residual_errors(checkout: Checkout, w: Wildcards) -> Work:
         anchors=study.anchors,
         maps=maps_specs(maps)[0] if maps else None,
         bootstrap_resamples=study.score.bootstrap_resamples,
-        residuals=own_identities(ArmSpec(name, compared.budgets[0]) for name in compared.methods),
+        identities=identities_of(ArmSpec(name, compared.budgets[0]) for name in compared.methods),
     )
     return {"assets": checkout.assets_manifest, "phi": checkout.phi_files(w, maps)}, spec
 

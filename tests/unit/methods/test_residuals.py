@@ -335,13 +335,17 @@ def test_eight_bits_of_equal_and_extreme_values() -> None:
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 
-def test_identities_tell_methods_apart_and_leave_the_papers_alone() -> None:
-    assert method_named("topk_phi").identity == {"method": "topk_phi"}
+def test_identities_tell_methods_apart() -> None:
+    assert method_named("full").identity == {"method": "full", "selector": None, "residual": None}
+    assert method_named("topk_phi").identity == {
+        "method": "topk_phi",
+        "selector": {"name": "TopK", "recipe": 1},
+        "residual": {"name": "Phi", "recipe": 1, "subtracts": True},
+    }
     identities = [str(one.identity) for one in METHODS]
     assert len(set(identities)) == len(METHODS)
     assert method_named("topk_moments_8").identity["residual"] == {
-        "name": "Moments", "recipe": 1, "parts": 8, "shared": False,
-        "split": "clusters", "takes_out": False, "dtype": "float32",  # as it was when rows were stored
+        "name": "Moments", "recipe": 1, "parts": 8, "shared": False
     }  # fmt: skip
     scan = method_named("group4_regression_64").identity["selector"]["scan"]
     assert scan == {"name": "QuantisedScan", "recipe": 1, "bits": 4, "block": 64}
