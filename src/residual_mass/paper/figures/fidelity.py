@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from residual_mass.files import read_parquet
@@ -65,10 +67,11 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     documents = rows.groupby(["length", "text"])["documents"].transform("first")
     unit = np.where(rows["continuation"] == FOLLOWING, " documents", " prompts")
     titles = rows["method"].map(method_title)
+    places = rows["text"].map(text_title) + ", " + rows["length"]
     rows = rows.assign(
         arm=rows["method"].mask(other, rows["maps"]),
-        title=titles.mask(other, rows.loc[other, "maps"].map(trained_at_title)),
-        place=rows["text"].map(text_title) + ", " + rows["length"] + ": " + documents.astype(str) + unit,
+        title=titles.mask(other, rows["maps"].map(trained_at_title)),
+        place=places + ": " + documents.astype(str) + unit,
     )
     figure = against_budget(rows, DISTANCE, looks)
     figure.axes[-1].fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label="95% interval")
@@ -78,7 +81,8 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 def _distances_on(texts: Sequence[str], data: Sequence[Path]) -> pd.DataFrame:
     """Returns the KL of all arms in their own state, in the order of the files and of the texts."""
     frames = [read_results(path, FIDELITY, "fidelity") for path in data]
-    rows = pd.concat([frame[frame["text"] == text] for frame in frames for text in texts], ignore_index=True)
+    of_texts = [frame[frame["text"] == text] for frame in frames for text in texts]
+    rows = pd.concat(of_texts, ignore_index=True)
     shown = rows["metric"] == KL.name
     shown &= rows["task"] == ALL_TASKS
     shown &= rows["state"] == OWN
@@ -93,24 +97,20 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     nothing of the token, the token, or the bigram that it ends (c), and by place in the continuation (d). Intervals are
     over documents.
     """
-    rows = read_parquet(data[0], [*TOKENS, "kl", "seen"], "force").astype({"kl": float})
-    kept = (rows["text"] == spec.texts[0]) & (rows["state"] == OWN) & ~rows["continuation"].isin((GREEDY, DRAFT))
-    rows = rows[kept & (rows["budget_percent"] == spec.budget_percent) & rows["maps"].isin(["", *spec.maps])]
+    rows = _tokens_shown(spec, data[0])
     figure, (distribution, *means) = panels(1.7, 4, 2, sharex=False, sharey=False)
-    methods, looks = rows.groupby("method", sort=False), looks_of(rows["method"])
+    looks = looks_of(rows["method"])
+    methods = rows.groupby("method", sort=False)
     for number, (method, tokens) in enumerate(methods):
-        tokens, look = tokens.sort_values(["task", "index", "position"], ignore_index=True), looks[method]
-        ascending = tokens["kl"].sort_values(ignore_index=True)
-        line = {"color": look["color"], "linestyle": look["linestyle"]}
-        distribution.step(ascending, 1 - ascending.index / len(ascending), **line)
+        tokens = tokens.sort_values(["task", "index", "position"], ignore_index=True)
+        look = looks[method]
+        _draw_distribution(distribution, tokens["kl"], look)
+        shift = DODGE * ((number + 0.5) / len(methods) - 0.5)
         for axis, (group, names) in zip(means, _groups(tokens), strict=True):
             points = _group_means(spec, tokens, group)
-            places = np.arange(len(points))
-            x = places + DODGE * ((number + 0.5) / len(methods) - 0.5)
-            axis.vlines(x, points["low"], points["high"], color=look["color"], linewidth=1)
-            axis.plot(x, points["mean"], **look | {"linewidth": 0.6}, label=method_title(method))
             labels = [f"{names[part]}\n({size:,.0f})" for part, size in points["tokens"].items()]
-            axis.set_xticks(places, labels, fontsize=6.5)
+            _draw_means(axis, points, shift, look, method_title(method))
+            axis.set_xticks(np.arange(len(points)), labels, fontsize=6.5)
             axis.set_xlim(-0.5, len(points) - 0.5)
     far = rows.loc[rows["kl"] > 0, "kl"]
     distribution.set_xlim(far.quantile(UNSHOWN_SHARE), far.max())
@@ -125,15 +125,45 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     return finish(figure, spec, f": single tokens at a budget of {spec.budget_percent:g}%")
 
 
+def _tokens_shown(spec: FigureSpec, path: Path) -> pd.DataFrame:
+    """Returns the tokens of the figure's text, budget and maps, in the arms' own state."""
+    rows = read_parquet(path, [*TOKENS, "kl", "seen"], "force").astype({"kl": float})
+    shown = rows["text"] == spec.texts[0]
+    shown &= rows["state"] == OWN
+    shown &= ~rows["continuation"].isin((GREEDY, DRAFT))
+    shown &= rows["budget_percent"] == spec.budget_percent
+    shown &= rows["maps"].isin(["", *spec.maps])
+    return rows[shown]
+
+
+def _draw_distribution(axis: Axes, distances: pd.Series, look: Mapping[str, Any]) -> None:
+    """Draws the share of tokens with at least a distance against that distance."""
+    ascending = distances.sort_values(ignore_index=True)
+    at_least = 1 - ascending.index / len(ascending)
+    axis.step(ascending, at_least, color=look["color"], linestyle=look["linestyle"])
+
+
+def _draw_means(axis: Axes, points: pd.DataFrame, shift: float, look: Mapping[str, Any], label: str) -> None:
+    """Draws the means of groups with their intervals, beside those of other methods."""
+    x = np.arange(len(points)) + shift
+    axis.vlines(x, points["low"], points["high"], color=look["color"], linewidth=1)
+    axis.plot(x, points["mean"], **{**look, "linewidth": 0.6}, label=label)
+
+
 def _groups(tokens: pd.DataFrame) -> list[tuple[pd.Series, Sequence[str]]]:
     """Returns for each panel the number of each token's group, and the groups' names."""
     part = equal_parts(tokens["full_nll"], PARTS)
-    least = [f"\N{GREATER-THAN OR EQUAL TO} {math.exp(-nll):.3g}" for nll in tokens["full_nll"].groupby(part).max()]
+    largest = tokens["full_nll"].groupby(part).max()
+    likely = [f"\N{GREATER-THAN OR EQUAL TO} {math.exp(-nll):.3g}" for nll in largest]
     # Positions 1, 2, 3 to 4, 5 to 8 and so on, up to the last.
-    octave, last = np.ceil(np.log2(tokens["position"] + 1)).astype(int), tokens["position"].max() + 1
-    ends = [(2**number // 2 + 1, min(2**number, last)) for number in range(octave.max() + 1)]
-    octaves = [f"{low}\N{EN DASH}{high}" if low < high else f"{high}" for low, high in ends]
-    return [(part, [*least[:-1], "less"]), (tokens["seen"], SEEN), (octave, octaves)]
+    octave = np.ceil(np.log2(tokens["position"] + 1)).astype(int)
+    last = tokens["position"].max() + 1
+    octaves = []
+    for number in range(octave.max() + 1):
+        low = 2**number // 2 + 1
+        high = min(2**number, last)
+        octaves.append(f"{low}\N{EN DASH}{high}" if low < high else f"{high}")
+    return [(part, [*likely[:-1], "less"]), (tokens["seen"], SEEN), (octave, octaves)]
 
 
 def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd.DataFrame:
@@ -142,10 +172,13 @@ def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd
     """
     document = tokens.groupby(["task", "index"]).ngroup()
     table = pd.crosstab(document, group, tokens["kl"], aggfunc=["sum", "count"]).fillna(0)
-    sums, sizes = table["sum"], table["count"]
+    sums = table["sum"]
+    sizes = table["count"]
     assert spec.score is not None, "the spec of a figure with intervals of its own has `score`"
-    counts = np.concatenate(list(resampled(len(table), spec.score.bootstrap_resamples, spec.score.seed, spec.texts[0])))
+    drawn = resampled(len(table), spec.score.bootstrap_resamples, spec.score.seed, spec.texts[0])
+    counts = np.concatenate(list(drawn))
     with np.errstate(invalid="ignore"):  # a resample may lack a group
         draws = (counts @ sums.to_numpy()) / (counts @ sizes.to_numpy())
     low, high = percentile_interval(draws.T) if len(table) > 1 else (np.nan, np.nan)
-    return pd.DataFrame({"tokens": sizes.sum(), "mean": sums.sum() / sizes.sum(), "low": low, "high": high})
+    mean = sums.sum() / sizes.sum()
+    return pd.DataFrame({"tokens": sizes.sum(), "mean": mean, "low": low, "high": high})

@@ -38,19 +38,23 @@ QUARTILES = 4
 LINEAR = 0.1
 """Axes of errors and gains are linear up to about here: a few heads have ten times larger values than most."""
 
-H_MID, E_TOPK, E_SUB = r"$H_{\mathrm{mid}}$", r"$e_{\mathrm{TopK}}$", r"$e_{\mathrm{TopK}{+}\phi}$"
+H_MID = r"$H_{\mathrm{mid}}$"
+E_TOPK = r"$e_{\mathrm{TopK}}$"
+E_SUB = r"$e_{\mathrm{TopK}{+}\phi}$"
 GAIN = r"$e_{\mathrm{TopK}} - e_{\mathrm{TopK}{+}\phi}$"
 SHARE = r"$\rho_{\mathrm{res}} = \hat Z_{\mathcal{R}}\,/\,(Z_{\mathcal{E}} + \hat Z_{\mathcal{R}})$"
 
-PANEL, TITLE = ["corpus", "length", "k"], "{}, {}, $K = {}$"
-EVEN_BINS, ASINH_BINS = 100, 40
+PANEL = ["corpus", "length", "k"]
+PANEL_TITLE = "{}, {}, $K = {}$"
+EVEN_BINS = 100
+ASINH_BINS = 40
 """Maximum number of bins on the even scale, and approximate number on the asinh scale."""
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
-def captured(path: Path, columns: list[str], budget_percent: float | None = None) -> pd.DataFrame:
+def captured_rows(path: Path, columns: list[str], budget_percent: float | None = None) -> pd.DataFrame:
     """Returns columns of the captured rows of one budget, or of all. Raises ValueError as `read_parquet` does."""
     if budget_percent is None:
         return read_parquet(path, columns, "capture")
@@ -60,22 +64,26 @@ def captured(path: Path, columns: list[str], budget_percent: float | None = None
 
 def head_means(path: Path, by: list[str], values: list[str], budget_percent: float | None = None) -> pd.DataFrame:
     """Averages captured values in float64 for each combination of `by`, in ascending order."""
-    rows = captured(path, [*by, *values], budget_percent).astype(dict.fromkeys(values, float))
-    return rows.groupby(by, as_index=False, observed=True).mean()
+    rows = captured_rows(path, [*by, *values], budget_percent)
+    doubles = rows.astype(dict.fromkeys(values, float))
+    return doubles.groupby(by, as_index=False, observed=True).mean()
 
 
 def equal_parts(values: pd.Series, parts: int) -> pd.Series:
     """Splits values in ascending order into parts whose sizes differ by at most one; returns the part of each value, 0
     to `parts` - 1. Of equal values the first goes to the lower part.
     """
-    return (values.round(12).rank(method="first").astype(int) - 1) * parts // len(values)
+    rank = values.round(12).rank(method="first").astype(int) - 1
+    return rank * parts // len(values)
 
 
 def bulk(values: pd.Series) -> tuple[float, float]:
     """Returns the range of the values that are not `FAR_OUT`."""
     lower, upper = np.quantile(values, (0.25, 0.75))
     reach = FAR_OUT * (upper - lower)
-    return float(max(values.min(), lower - reach)), float(min(values.max(), upper + reach))
+    low = max(values.min(), lower - reach)
+    high = min(values.max(), upper + reach)
+    return float(low), float(high)
 
 
 # ---- entropy -------------------------------------------------------------------------------------------------------
@@ -99,8 +107,10 @@ def _draw_medians(axis: Axes, heads: pd.DataFrame, y: str) -> None:
     axis.plot("h_mid", y, data=medians, color="black", marker="D", markersize=2.5, linewidth=1, label=label)
 
 
-def _at(heads: pd.DataFrame) -> str:
-    return f"$K = {heads['k'].iloc[0]:g}$ ({heads['budget_percent'].iloc[0]:g}%)"
+def _place(heads: pd.DataFrame) -> str:
+    """Returns K and the budget of the rows, for titles."""
+    first = heads.iloc[0]
+    return f"$K = {first['k']:g}$ ({first['budget_percent']:g}%)"
 
 
 @figure
@@ -113,15 +123,18 @@ def entropy_gain(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     frames = [head_means(path, [*keys, *HEAD], [*ERRORS, "h_mid"]) for path in data]
     heads = pd.concat(frames, ignore_index=True)
     heads["gain"] = heads["e_topk"] - heads["e_sub"]
-    backbones, columns = heads["backbone"].unique(), heads.groupby(BUDGET).ngroups
+    backbones = heads["backbone"].unique()
+    columns = heads.groupby(BUDGET).ngroups
+    size = 8 if columns < 4 else 7
     figure, axes = panels(1.8, len(backbones) * columns, columns, H_MID, "")
     for axis, ((backbone, *_), panel) in zip(axes, heads.groupby(keys, sort=False), strict=True):
         _scatter(axis, panel, "gain")
         axis.axhline(0, color=GREY, linewidth=0.7, zorder=0)
         share = f"{(panel['gain'] > 0).mean():.1%} of {len(panel)} heads gain"
-        axis.set_title(f"{_at(panel)}\n{share}", fontsize=8 if columns < 4 else 7)
+        axis.set_title(f"{_place(panel)}\n{share}", fontsize=size)
         if axis.get_subplotspec().is_first_col() and len(backbones) > 1:
-            axis.set_ylabel(plain(spec.backbone_titles.get(backbone, backbone)))
+            title = spec.backbone_titles.get(backbone, backbone)
+            axis.set_ylabel(plain(title))
     make_asinh(axes[0].yaxis, LINEAR)
     figure.supylabel(f"gain {GAIN} (asinh scale)", fontsize=9)
     return finish(figure, spec)
@@ -144,7 +157,7 @@ def entropy_heatmap(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     _draw_medians(shares, heads, "residual_share_hat")
     shares.set_ylim(bottom=0)
     shares.set(xlabel=f"mid-normalised entropy {H_MID}", ylabel=f"estimated {SHARE}")
-    shares.set_title(f"(b) residual share, {_at(heads)}")
+    shares.set_title(f"(b) residual share, {_place(heads)}")
     return finish(figure, spec)
 
 
@@ -168,7 +181,7 @@ def fixedk_breakdown(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     for axis in (without, gains):
         make_asinh(axis.yaxis, LINEAR)
     completed.tick_params(labelleft=False)
-    return finish(figure, spec, f", {_at(heads)}")
+    return finish(figure, spec, f", {_place(heads)}")
 
 
 @figure
@@ -181,22 +194,28 @@ def quartile_error(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     columns = 4 if heads.groupby(BUDGET).ngroups < 5 else 2  # tick labels of more budgets do not fit
     figure, axes = panels(2.0, QUARTILES, columns, "$K$ and budget", "relative error (asinh scale)")
     for letter, axis, (_, part) in zip("abcd", axes, heads.groupby("quartile"), strict=True):
-        budgets = part.groupby(BUDGET)
-        places = np.arange(len(budgets))  # evenly spaced: K = 0 has a place, and two budgets with the same K have two
-        for error, title, look in (
-            ("e_topk", E_TOPK, {"color": VERMILLION, "linestyle": "--"}), ("e_sub", E_SUB, {"color": BLUE})
-        ):  # fmt: skip
-            low, high = budgets[error].quantile(0.25), budgets[error].quantile(0.75)
-            label = f"{title}, middle half of the heads"
-            axis.fill_between(places, low, high, **look, alpha=0.2, linewidth=0.4, label=label)
-            marker = "s" if error == "e_topk" else "o"
-            axis.plot(places, budgets[error].mean(), **look, marker=marker, label=f"{title}, mean over heads")
-        axis.set_xticks(places, [f"{k:g}\n{budget:g}%" for k, budget in budgets.groups])
-        axis.set_title(f"({letter}) {H_MID} {part['h_mid'].min():z.2f} to {part['h_mid'].max():z.2f}")
+        _draw_errors_by_budget(axis, part)
+        entropy = part["h_mid"]
+        axis.set_title(f"({letter}) {H_MID} {entropy.min():z.2f} to {entropy.max():z.2f}")
         axis.margins(x=0.12)
     axes[0].set_ylim(bottom=0)
     make_asinh(axes[0].yaxis, LINEAR)
     return finish(figure, spec)
+
+
+def _draw_errors_by_budget(axis: Axes, heads: pd.DataFrame) -> None:
+    """Draws means and middle halves of both errors over the heads at every budget."""
+    budgets = heads.groupby(BUDGET)
+    places = np.arange(len(budgets))  # evenly spaced: K = 0 has a place, and two budgets with the same K have two
+    for error, title, marker, look in (
+        ("e_topk", E_TOPK, "s", {"color": VERMILLION, "linestyle": "--"}), ("e_sub", E_SUB, "o", {"color": BLUE})
+    ):  # fmt: skip
+        low = budgets[error].quantile(0.25)
+        high = budgets[error].quantile(0.75)
+        label = f"{title}, middle half of the heads"
+        axis.fill_between(places, low, high, **look, alpha=0.2, linewidth=0.4, label=label)
+        axis.plot(places, budgets[error].mean(), **look, marker=marker, label=f"{title}, mean over heads")
+    axis.set_xticks(places, [f"{k:g}\n{budget:g}%" for k, budget in budgets.groups])
 
 
 # ---- calibration ---------------------------------------------------------------------------------------------------
@@ -207,7 +226,7 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Estimated against true residual mass of attention rows, $\log\hat Z_{\mathcal{R}}-\log Z_{\mathcal{R}}$, for
     every text and length. Below zero the mass of the tokens that are not read is underestimated.
     """
-    frames = [captured(path, [*PANEL, "log_z_hat", "log_z_true"], spec.budget_percent) for path in data]
+    frames = [captured_rows(path, [*PANEL, "log_z_hat", "log_z_true"], spec.budget_percent) for path in data]
     rows = pd.concat(frames, ignore_index=True)
     rows["corpus"] = rows["corpus"].map(text_title)
     rows["value"] = rows["log_z_hat"].astype(float) - rows["log_z_true"].astype(float)
@@ -215,15 +234,21 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     finite = rows[np.isfinite(rows["value"])].groupby(PANEL, sort=False)["value"]
     if not finite.ngroups:
         raise ValueError(f"figure {spec.label}: no row has a finite estimate of the mass; take the figure out")
-    lows, highs = zip(*(bulk(values) for _, values in finite), strict=True)
-    edges = MaxNLocator(EVEN_BINS, steps=[1, 2, 5, 10]).tick_values(min(0, *lows), max(0, *highs)).round(9)
+    spans = [bulk(values) for _, values in finite]
+    low = min(0, *(span[0] for span in spans))
+    high = max(0, *(span[1] for span in spans))
+    edges = MaxNLocator(EVEN_BINS, steps=[1, 2, 5, 10]).tick_values(low, high).round(9)
     label = r"$\log \hat Z_{\mathcal{R}} - \log Z_{\mathcal{R}}$ (nats)"
     figure, axes = panels(1.55, len(finite), 2, label, "share of rows")
     for axis, (name, values) in zip(axes, finite, strict=True):
         _draw_bins(axis, values, edges, ("underestimated", "overestimated"))
         left_out = sizes[name] - len(values)
-        shares = f"mean ${values.mean():+z.2f}$, {(values < 0).mean():.1%} underestimated"
-        axis.set_title(f"{TITLE.format(*name)}\n{shares}\n{left_out:,} of {sizes[name]:,} rows left out", fontsize=7)
+        lines = [
+            PANEL_TITLE.format(*name),
+            f"mean ${values.mean():+z.2f}$, {(values < 0).mean():.1%} underestimated",
+            f"{left_out:,} of {sizes[name]:,} rows left out",
+        ]
+        axis.set_title("\n".join(lines), fontsize=7)
     axes[0].xaxis.set_major_locator(MaxNLocator(9, integer=True, steps=[1, 2, 5, 10]))
     return finish(figure, spec)
 
@@ -233,44 +258,63 @@ def fullsub_nosub_delta(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Effect of subtraction per query head: $\Delta$ is the error of Top-$K{+}\phi$ less its error
     without subtraction of the retrieved tokens' share. Below zero subtraction helps.
     """
-    keys, errors = [*PANEL, *HEAD], ["e_sub", "e_nosub"]
-    heads = pd.concat([head_means(path, keys, errors, spec.budget_percent) for path in data], ignore_index=True)
+    keys = [*PANEL, *HEAD]
+    frames = [head_means(path, keys, ["e_sub", "e_nosub"], spec.budget_percent) for path in data]
+    heads = pd.concat(frames, ignore_index=True)
     if (heads["k"] == 0).any():
         problem = f"K is 0 at {spec.budget_percent:g}%, where nothing is subtracted; set a larger diagnostics.budget"
         raise ValueError(f"figure {spec.label}: {problem}")
     heads["corpus"] = heads["corpus"].map(text_title)
     heads["value"] = heads["e_sub"] - heads["e_nosub"]
     width = heads["value"].abs().median()  # half of the heads are where the scale is about linear
-    low, high = np.arcsinh([min(0, heads["value"].min()) / width, max(0, heads["value"].max()) / width])
-    step = (high - low) / ASINH_BINS
-    edges = width * np.sinh(step * np.arange(math.floor(low / step), math.ceil(high / step) + 1))
-    edges[[0, -1]] = min(edges[0], heads["value"].min()), max(edges[-1], heads["value"].max())  # despite rounding
+    edges = _asinh_edges(heads["value"], width)
     label = r"$\Delta = e_{\mathrm{TopK}{+}\phi} - e_{\mathrm{NoSub}}$ (asinh scale)"
     of_panel = heads.groupby(PANEL, sort=False)["value"]
     figure, axes = panels(1.55, len(of_panel), 2, label, "share of heads")
     for axis, (name, values) in zip(axes, of_panel, strict=True):
         _draw_bins(axis, values, edges, ("subtraction better", "NoSub better"))
-        axis.axvline(values.median(), color="black", linestyle=":", linewidth=1, label="median")
-        means = f"mean ${values.mean():+z.4f}$, median ${values.median():+z.4f}$"
-        shares = f"{(values < 0).mean():.1%} favour subtraction, {(values > 0).mean():.1%} NoSub"
-        axis.set_title(f"{TITLE.format(*name)}, {len(values):,} heads\n{means}\n{shares}", fontsize=7)
+        median = values.median()
+        axis.axvline(median, color="black", linestyle=":", linewidth=1, label="median")
+        lines = [
+            f"{PANEL_TITLE.format(*name)}, {len(values):,} heads",
+            f"mean ${values.mean():+z.4f}$, median ${median:+z.4f}$",
+            f"{(values < 0).mean():.1%} favour subtraction, {(values > 0).mean():.1%} NoSub",
+        ]
+        axis.set_title("\n".join(lines), fontsize=7)
     make_asinh(axes[0].xaxis, width)
     return finish(figure, spec)
+
+
+def _asinh_edges(values: pd.Series, width: float) -> np.ndarray:
+    """Returns edges of bins that hold all values and 0, evenly spaced on an asinh scale linear up to `width`."""
+    least = values.min()
+    largest = values.max()
+    low, high = np.arcsinh([min(0, least) / width, max(0, largest) / width])
+    step = (high - low) / ASINH_BINS
+    first = math.floor(low / step)
+    last = math.ceil(high / step)
+    edges = width * np.sinh(step * np.arange(first, last + 1))
+    edges[0] = min(edges[0], least)  # despite rounding
+    edges[-1] = max(edges[-1], largest)
+    return edges
 
 
 def _draw_bins(axis: Axes, values: pd.Series, edges: np.ndarray, names: tuple[str, str]) -> None:
     """Draws the shares of values by bin, coloured by their side of 0, which is an edge, and the mean. Values beyond all
     bins are hatched in the outermost bins.
     """
-    shares, zero = np.histogram(values, edges)[0] / len(values), np.searchsorted(edges, 0)
+    counts, _ = np.histogram(values, edges)
+    shares = counts / len(values)
+    zero = np.searchsorted(edges, 0)
     axis.stairs(shares[:zero], edges[: zero + 1], fill=True, color=BLUE, label=names[0])
     axis.stairs(shares[zero:], edges[zero:], fill=True, color=VERMILLION, label=names[1])
-    beyond = {"facecolor": "none", "edgecolor": GREY, "linewidth": 0.6, "hatch": "//////"}
-    beyond["label"] = "beyond the range, in the outermost bin"
-    for low, bin, share in ((shares[0], edges[:2], (values < edges[0]).mean()),
-                            (shares[-1], edges[-2:], (values > edges[-1]).mean())):  # fmt: skip
+    look = {"facecolor": "none", "edgecolor": GREY, "linewidth": 0.6, "hatch": "//////"}
+    below = (values < edges[0]).mean()
+    above = (values > edges[-1]).mean()
+    for low, bin, share in ((shares[0], edges[:2], below), (shares[-1], edges[-2:], above)):
         if share:
-            axis.stairs([low + share], bin, baseline=low, fill=True, **beyond)
+            label = "beyond the range, in the outermost bin"
+            axis.stairs([low + share], bin, baseline=low, fill=True, **look, label=label)
     axis.axvline(0, color=GREY, linewidth=0.7)
     axis.axvline(values.mean(), color="black", linestyle="--", linewidth=1, label="mean")
     axis.set_xlim(edges[0], edges[-1])

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from scipy.special import logsumexp
 
 from residual_mass.files import read_parquet
-from residual_mass.paper.figures.heads import HEAD, bulk, captured, head_means
+from residual_mass.paper.figures.heads import ERRORS, HEAD, bulk, captured_rows, head_means
 from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
@@ -35,10 +35,20 @@ RANKS = 60
 """Approximate number of bins of ranks."""
 
 
+COLUMNS_OF_KEYS = [*HEAD, "maps", "query", "retrieved", "log_kernel", "log_phi", "k"]
+QUARTER, MEDIAN, THREE_QUARTERS = 0.25, 0.5, 0.75
+SHOWN_HEADS = (
+    (0.02, "#0072B2", "-"), (0.10, "#3B97CC", "-"), (0.25, "#7CC0E5", "-"),
+    (0.75, "#E8A07A", "--"), (0.90, "#D55E00", "--"), (0.98, "#8F3F00", "--"),
+)  # fmt: skip
+"""Heads of `mass_curves` by their place in the order of entropy, as a share, with colour and line."""
+
+
 def _keys(path: Path, maps: Sequence[str]) -> pd.DataFrame:
     """Returns the rows of the given maps."""
-    frame = read_parquet(path, [*HEAD, "maps", "query", "retrieved", "log_kernel", "log_phi", "k"], "kernels")
-    return frame[frame["maps"].isin(maps)].astype({"log_kernel": float, "log_phi": float, "maps": str})
+    frame = read_parquet(path, COLUMNS_OF_KEYS, "kernels")
+    frame = frame[frame["maps"].isin(maps)]
+    return frame.astype({"log_kernel": float, "log_phi": float, "maps": str})
 
 
 def _cloud(axis: Axes, keys: pd.DataFrame, colour: str, marker: str, label: str) -> None:
@@ -53,9 +63,14 @@ def _show_bulk(axis: Axes, keys: pd.DataFrame) -> str:
     """Limits the axes to the kernels and to the bulk of each map's scores, at most the kernels' range beyond them.
     Draws the line where scores equal kernels. Returns how many scores are in view.
     """
-    low, high = bulk(keys["log_kernel"])[0] - 0.3, keys["log_kernel"].max() + 0.3
-    lows, highs = zip(*(bulk(scores) for _, scores in keys.groupby("maps")["log_phi"]), strict=True)
-    bottom, top = max(min(low, *lows), 2 * low - high), min(max(high, *highs), 2 * high - low)
+    least, _ = bulk(keys["log_kernel"])
+    low = least - 0.3
+    high = keys["log_kernel"].max() + 0.3
+    spans = [bulk(scores) for _, scores in keys.groupby("maps")["log_phi"]]
+    lowest = min(low, *(span[0] for span in spans))
+    highest = max(high, *(span[1] for span in spans))
+    bottom = max(lowest, 2 * low - high)
+    top = min(highest, 2 * high - low)
     axis.axline((low, low), slope=1, color="black", linewidth=0.7, zorder=3, label="score = kernel")
     axis.set(xlim=(low, high), ylim=(bottom, top))
     axis.locator_params(nbins=6, steps=[1, 2, 5, 10])
@@ -72,7 +87,8 @@ def kernel_sanity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     kernels, heads = data
     keys = _keys(kernels, spec.maps[:1])
     mass = keys.groupby("query")["log_kernel"].transform(logsumexp)
-    keys[["log_kernel", "log_phi"]] = keys[["log_kernel", "log_phi"]].sub(mass, axis="index")
+    measures = ["log_kernel", "log_phi"]
+    keys[measures] = keys[measures].sub(mass, axis="index")
     layer, head, k = keys[[*HEAD, "k"]].iloc[0]
     figure, axes = panels(1.9, 3, 3, sharex=False, sharey=False, width_ratios=[1.2, 1.2, 0.75])
     scores, ranks, errors = axes
@@ -81,32 +97,46 @@ def kernel_sanity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     shown = _show_bulk(scores, keys)
     scores.set(title="(a) scores and kernels", xlabel=r"log kernel $-\,\log Z_{\mathcal{M}}$")
     scores.set_ylabel(r"log $\phi$ score $-\,\log Z_{\mathcal{M}}$")
-
-    rank = keys.groupby("query")["log_kernel"].rank(method="first", ascending=False)
-    edges = np.unique(np.geomspace(1, rank.max() + 1, RANKS + 1).round())
-    middles = np.sqrt(edges[:-1] * (edges[1:] - 1))
-    binned = keys.groupby(pd.cut(rank, edges, right=False, labels=middles), observed=True)
-    for name, colour, line, label in (
-        ("log_kernel", "black", "-", "exact kernel"), ("log_phi", BLUE, "--", r"$\phi$ score")
-    ):  # fmt: skip
-        low, median, high = (binned[name].quantile(share) for share in (0.25, 0.5, 0.75))
-        ranks.fill_between(middles, low, high, color=colour, alpha=0.2, linewidth=0)
-        ranks.plot(middles, median, color=colour, linestyle=line, label=f"{label}, median and middle half")
+    _draw_ranks(ranks, keys)
     if k > 0:
         ranks.axvline(k, color="black", linestyle=":", linewidth=0.8, label="$K$")
     make_logarithmic(ranks.xaxis)
-    ranks.set(title="(b) by rank", xlabel="rank by exact kernel")
-    ranks.set_ylabel(r"log kernel or score $-\,\log Z_{\mathcal{M}}$")
-
-    rows = captured(heads, [*HEAD, "e_topk", "e_sub"], spec.budget_percent).astype(float)
-    rows = rows.loc[(rows["layer"] == layer) & (rows["head"] == head), ["e_topk", "e_sub"]]
-    errors.plot([0, 1], rows.T, color=GREY, linewidth=0.4, alpha=0.5, label="attention row")
-    errors.plot([0, 1], rows.mean(), "D-", color="black", label="mean")
-    titles = zip(("Top-$K$", r"Top-$K{+}\phi$"), rows.mean(), strict=True)
-    errors.set_xticks([0, 1], [f"{title}\n{mean:.3f}" for title, mean in titles])
-    errors.set(xlim=(-0.35, 1.35), title=f"(c) error, {len(rows):,} rows", ylabel="relative error")
-    errors.set_ylim(bottom=0)
+    rows = captured_rows(heads, [*HEAD, *ERRORS], spec.budget_percent).astype(float)
+    of_head = (rows["layer"] == layer) & (rows["head"] == head)
+    _draw_errors(errors, rows.loc[of_head, ERRORS])
     return finish(figure, spec, f", layer {layer}, head {head}, $K = {k}$\n(a) {shown}", fontsize=7)
+
+
+def _draw_ranks(axis: Axes, keys: pd.DataFrame) -> None:
+    """Draws medians and middle halves of kernels and scores by the rank of the kernel within its query."""
+    rank = keys.groupby("query")["log_kernel"].rank(method="first", ascending=False)
+    edges = np.unique(np.geomspace(1, rank.max() + 1, RANKS + 1).round())
+    last = edges[1:] - 1
+    middles = np.sqrt(edges[:-1] * last)
+    bins = pd.cut(rank, edges, right=False, labels=middles)
+    binned = keys.groupby(bins, observed=True)
+    for name, colour, line, label in (
+        ("log_kernel", "black", "-", "exact kernel"), ("log_phi", BLUE, "--", r"$\phi$ score")
+    ):  # fmt: skip
+        low = binned[name].quantile(QUARTER)
+        high = binned[name].quantile(THREE_QUARTERS)
+        axis.fill_between(middles, low, high, color=colour, alpha=0.2, linewidth=0)
+        median = binned[name].quantile(MEDIAN)
+        axis.plot(middles, median, color=colour, linestyle=line, label=f"{label}, median and middle half")
+    axis.set(title="(b) by rank", xlabel="rank by exact kernel")
+    axis.set_ylabel(r"log kernel or score $-\,\log Z_{\mathcal{M}}$")
+
+
+def _draw_errors(axis: Axes, rows: pd.DataFrame) -> None:
+    """Draws a line per attention row from its error without the estimate to that with it, and the means."""
+    means = rows.mean()
+    axis.plot([0, 1], rows.T, color=GREY, linewidth=0.4, alpha=0.5, label="attention row")
+    axis.plot([0, 1], means, "D-", color="black", label="mean")
+    without, completed = means
+    titles = [f"Top-$K$\n{without:.3f}", f"Top-$K{{+}}\\phi$\n{completed:.3f}"]
+    axis.set_xticks([0, 1], titles)
+    axis.set(xlim=(-0.35, 1.35), title=f"(c) error, {len(rows):,} rows", ylabel="relative error")
+    axis.set_ylim(bottom=0)
 
 
 @figure
@@ -123,22 +153,29 @@ def ablation_kernel_fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     figure, axes = panels(2.0, len(variants), 2, r"log kernel $s_j$", score)
     for letter, axis, maps in zip(ascii_lowercase, axes, variants, strict=False):
         title = variant_title(maps)
-        lines = [f"({letter}) {maps if title in (OURS, maps) else title}"]
+        lines = [f"({letter}) {maps if title == OURS else title}"]
         for name, each, colour, marker, label in (
             ("own", own, BLUE, "o", f"own maps ({own})"), ("variant", maps, VERMILLION, "x", "the panel's variant")
         ):  # fmt: skip
             scores = rest[rest["maps"] == each]
             _cloud(axis, scores, colour, marker, label)
-            rms = np.sqrt(((scores["log_phi"] - scores["log_kernel"]) ** 2).mean())
-            # Within queries, so that level differences between them do not count.
-            spearman = scores.groupby("query")[["log_kernel", "log_phi"]].corr("spearman")
-            spearman = spearman.xs("log_kernel", level=1)["log_phi"].mean()
-            lines.append(f"{name}: RMS {rms:.2f} nats, Spearman ${spearman:z.2f}$")
+            lines.append(f"{name}: {_agreement(scores)}")
         shown = _show_bulk(axis, rest)
         axis.set_title("\n".join(lines), fontsize=7)
     layer, head = keys[HEAD].iloc[0]
     title = f", layer {layer}, head {head}\n{shown}; Spearman: mean over queries"
     return finish(figure, spec, title, fontsize=7)
+
+
+def _agreement(scores: pd.DataFrame) -> str:
+    """Returns the root mean square difference of scores and kernels, and their rank correlation within queries, so that
+    level differences between queries do not count.
+    """
+    differences = scores["log_phi"] - scores["log_kernel"]
+    rms = np.sqrt((differences**2).mean())
+    correlations = scores.groupby("query")[["log_kernel", "log_phi"]].corr("spearman")
+    spearman = correlations.xs("log_kernel", level=1)["log_phi"].mean()
+    return f"RMS {rms:.2f} nats, Spearman ${spearman:z.2f}$"
 
 
 @figure
@@ -149,16 +186,15 @@ def mass_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     mass_file, heads_file = data
     curves = head_means(mass_file, [*HEAD, "k"], ["c_mid"])
     at_every_k = head_means(heads_file, [*HEAD, "k"], ["h_mid"])
-    heads = at_every_k.groupby(HEAD, as_index=False)["h_mid"].mean().sort_values("h_mid", kind="stable")
+    entropies = at_every_k.groupby(HEAD, as_index=False)["h_mid"].mean()
+    heads = entropies.sort_values("h_mid", kind="stable")
     figure, (axis,) = panels(2.1, 1, 1, "retrieved keys $K$", r"$C_{\mathrm{mid}}(K)$")
     by_k = curves.groupby("k")["c_mid"]
-    low, median, high = (by_k.quantile(share) for share in (0.25, 0.5, 0.75))
+    low = by_k.quantile(QUARTER)
+    high = by_k.quantile(THREE_QUARTERS)
     axis.fill_between(low.index, low, high, color=GREY, alpha=0.2, linewidth=0, label="middle half of heads")
-    axis.plot(median, color=GREY, linewidth=0.8, label="median head")
-    for share, colour, line in (
-        (0.02, "#0072B2", "-"), (0.10, "#3B97CC", "-"), (0.25, "#7CC0E5", "-"),
-        (0.75, "#E8A07A", "--"), (0.90, "#D55E00", "--"), (0.98, "#8F3F00", "--"),
-    ):  # fmt: skip
+    axis.plot(by_k.quantile(MEDIAN), color=GREY, linewidth=0.8, label="median head")
+    for share, colour, line in SHOWN_HEADS:
         head = heads.iloc[[round(share * (len(heads) - 1))]]
         label = "layer {layer:g}, head {head:g}: $H_{{\\mathrm{{mid}}}} = {h_mid:z.2f}$".format(**head.iloc[0])
         axis.plot("k", "c_mid", data=head.merge(curves, on=HEAD), color=colour, linestyle=line, label=label)
@@ -182,8 +218,11 @@ def _log(path: Path, length: str) -> pd.DataFrame:
     because several budgets of a short sequence may only hold the anchors, so that K is 0 for all of them.
     """
     log = pd.read_csv(path, dtype={"layer": str})
-    log = log[(log["layer"] == "all") & (log["corpus"] == log["corpus"].iloc[0])].drop_duplicates(["step", "k"])
-    return log.assign(length=length, rank=log["k"].rank(method="dense", ascending=False).astype(int) - 1)
+    first_text = log["corpus"].iloc[0]
+    log = log[(log["layer"] == "all") & (log["corpus"] == first_text)]
+    log = log.drop_duplicates(["step", "k"])
+    rank = log["k"].rank(method="dense", ascending=False).astype(int) - 1
+    return log.assign(length=length, rank=rank)
 
 
 @figure
@@ -192,8 +231,10 @@ def training_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     for each budget, with its $K$ at each length. The last panel has the divergence of the estimated attention weights
     from the true ones.
     """
-    logs = pd.concat(map(_log, data, spec.maps), ignore_index=True).sort_values("step", kind="stable")
-    looks, ranks = looks_of(spec.maps, first=()), sorted(set(logs["rank"]), reverse=True)
+    logs = pd.concat(map(_log, data, spec.maps), ignore_index=True)
+    logs = logs.sort_values("step", kind="stable")
+    looks = looks_of(spec.maps, first=())
+    ranks = sorted(set(logs["rank"]), reverse=True)
     count = len(ranks) + 1
     figure, axes = panels(1.55, count, math.ceil(count / 2), "training steps", "", sharey=False)
     for axis, rank in zip(axes, ranks, strict=False):
