@@ -265,7 +265,7 @@ def measure_steps(
                 print(f"{side.name} is given up: {reason}", flush=True)
                 sides.remove(side)
                 continue
-            side.found["steps"].append(kept(steps))
+            side.found["steps"].append(kept(steps) | {"fresh": fresh})
             if fresh:
                 own = [*written, *steps["tokens"]]
                 if len(own) > len(side.found.get("tokens", [])):

@@ -1,10 +1,10 @@
-"""Fills the tables of README.md and docs/ with the numbers of a finished study, `mini` or `methods`.
+"""Fills the tables of README.md and docs/ with the numbers of a finished study, `mini` or `methods`, or of benchmarks.
 
     python tools/measured.py FOLDER [TABLE ...]    # the checkout that has its results/ and logs/; all tables, or some
 
-A table is between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file. Tables whose results the
-folder lacks stay as they are. The text about the numbers is written by hand, so read it again afterwards. Tables
-without such marks are of earlier or other studies.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of this file or of `engine_tables.py`.
+Tables whose results the folder lacks stay as they are. The text about the numbers is written by hand, so read it again
+afterwards. Tables without such marks are of earlier or other studies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_tables
 import pandas as pd
 
 from residual_mass.core.selection import retrieved_count
@@ -35,7 +36,7 @@ BYTES_OF = (
 )  # fmt: skip
 MODELS = {"Llama-3.2-1B": (16, 8, 64, 4), "Llama-3.2-3B": (28, 8, 128, 3), "Llama-3.1-8B": (32, 8, 128, 4)}
 """Layers, KV heads, width of a head, and query heads of a KV head."""
-TABLES: dict[str, Callable[[Path], str]] = {}
+TABLES: dict[str, Callable[[Path], str]] = dict(engine_tables.TABLES)
 
 
 def table(make: Callable[[Path], str]) -> Callable[[Path], str]:

@@ -1,0 +1,200 @@
+"""The benchmark of engines: what a side answers to commands, how runs are merged, and the tables of the page."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import tiny_llama
+from tests.needs import KERNELS, needs
+
+ROOT = Path(__file__).parents[2]
+TEXT = torch.randint(2, 258, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    return importlib.import_module("engines")
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tools")])
+    return importlib.import_module("engine_tables")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(width=64).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def running(engines: types.ModuleType, model: Path, **options: Any) -> Iterator[Any]:
+    """Yields a side whose process has loaded the tiny model."""
+    given = {"threads": 1, "first": TEXT[:64], "model": str(model), **options}
+    command = [sys.executable, str(ROOT / "benchmarks" / "engine_sides.py"), json.dumps(given)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    side = engines.Side(options["engine"], process, {}, limit=120)
+    try:
+        side.found["about"] = side.answer()
+        yield side
+    finally:
+        side.end()
+
+
+# ---- a side ----------------------------------------------------------------------------------------------------------
+
+SIDES = [
+    {"engine": "transformers", "dtype": "float32"},
+    pytest.param({"engine": "residual_mass", "method": "full", "budget": None}, marks=needs(KERNELS)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SIDES)
+def test_a_side_writes_what_the_model_writes(engines: types.ModuleType, model: Path, options: dict[str, Any]) -> None:
+    """In parts, over several texts, and after a second turn."""
+    plain = tiny_llama(width=64)
+    plain.generation_config.eos_token_id = None
+
+    def greedy(ids: list[int], count: int) -> list[int]:
+        text = torch.tensor([ids])
+        written = plain.generate(text, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        return written[0, len(ids) :].tolist()
+
+    with running(engines, model, **options) as side:
+        for ids in (TEXT[:100], TEXT[50:200]):
+            wanted = greedy(ids, 9)
+            first = side.ask(do="read", ids=ids, count=1, most=9)
+            later = side.ask(do="step", count=4)
+            last = side.ask(do="step", count=4)
+            assert first["tokens"] + later["tokens"] + last["tokens"] == wanted
+            assert [len(answer["seconds"]) for answer in (first, later, last)] == [1, 4, 4]
+            assert [top[0][0] for top in first["top"] + later["top"]] == wanted[:5]
+        longer = [*ids, *wanted, *TEXT[200:240]]
+        turn = side.ask(do="turn", ids=longer, count=2, most=2)
+        assert turn["tokens"] == greedy(longer, 2)
+        logits = plain(torch.tensor([TEXT[:64]])).logits[0, :-1]
+        expected = torch.nn.functional.cross_entropy(logits, torch.tensor(TEXT[1:64])).item()
+        assert side.ask(do="nll", ids=TEXT[:64])["nll"] == pytest.approx(expected, rel=1e-4)
+        assert 0 < side.found["about"]["libraries"] < side.ask(do="memory")["resident"]
+
+
+@pytest.mark.slow
+@needs(KERNELS)
+def test_a_saved_state_serves_the_second_turn(engines: types.ModuleType, model: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "state.safetensors")
+    options = {"engine": "residual_mass", "method": "scan4_regression_64", "budget": 0.1}
+    with running(engines, model, **options) as side:
+        answer = side.ask(do="read", ids=TEXT[:200], count=9, most=9)["tokens"]
+        assert side.ask(do="save", file=file)["seconds"] > 0
+        longer = [*TEXT[:200], *answer, *TEXT[200:240]]
+        kept = side.ask(do="turn", ids=longer, count=4, most=4)["tokens"]
+        assert side.ask(do="turn", ids=longer, count=4, most=4, file=file)["tokens"] == kept
+
+
+@pytest.mark.slow
+def test_a_side_that_cannot_run_says_why(engines: types.ModuleType, tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="nowhere"),
+        running(engines, tmp_path / "nowhere", engine="transformers"),
+    ):
+        pass
+
+
+# ---- what is stored --------------------------------------------------------------------------------------------------
+
+
+def entry(side: str, length: int = 1024, version: str = "1", **more: Any) -> dict[str, Any]:
+    """What is stored of a side: two rounds that read the prompt anew."""
+    round_ = {"cpu": 1.0, "others": 0.5, "load": 2.0}
+    steps = [{"seconds": seconds, "fresh": True, **round_} for seconds in ([0.5, 0.02, 0.04], [0.4, 0.1, 0.1])]
+    return {
+        "side": side, "engine": side.partition("-")[0], "threads": 1, "length": length, "when": "2026-01-01",
+        "about": {"version": version, "libraries": 100.0}, "commit": "abc", "nll": 3.25,
+        "memory": {"resident": 400.0, "peak": 500.0, "peak_of_all": 600.0},
+        "reads": [{"seconds": [4.0], **round_}, {"seconds": [3.0], **round_}],
+        "steps": steps, "turns": [], "tokens": [1, 2, 3],
+        "top": [[[1, 5.0], [7, 4.5]], [[2, 5.0], [8, 4.75]], [[3, 5.0], [9, 4.0]]],
+        **more,
+    }  # fmt: skip
+
+
+def test_rounds_of_one_version_are_added_and_others_replaced(engines: types.ModuleType) -> None:
+    stored = [entry("openvino-f16")]
+    engines.merge(stored, entry("openvino-f16"), "steps")
+    engines.merge(stored, entry("openvino-f16", length=4096), "steps")
+    assert [(len(each["reads"]), each["length"]) for each in stored] == [(4, 1024), (2, 4096)]
+    engines.merge(stored, entry("openvino-f16", version="2"), "steps")
+    assert [(len(each["reads"]), each["about"]["version"]) for each in stored] == [(2, "1"), (2, "2")]
+    turn = entry("openvino-f16", version="2", reads=[], steps=[], turns=[{"kept": 1.0}])
+    del turn["tokens"], turn["top"], turn["memory"]
+    engines.merge(stored, turn, "turns")
+    assert len(stored) == 2 and len(stored[-1]["steps"]) == 2 and stored[-1]["tokens"] == [1, 2, 3]
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(engines: types.ModuleType, tmp_path: Path) -> Path:
+    """Results of four sides; OpenVINO writes another second token, and no prompt of 4,096 was read by ours."""
+    slow = [{"seconds": [0.5, 0.04, 0.08], "fresh": True, "load": 2.0, "others": 0.5}]
+    turn = {"first_token": 3.0, "kept": 1.5, "save": 0.25, "loaded": 1.75, "load": 1.0, "others": 0.0}
+    sides = [
+        entry("ours-scan2-int4", turns=[turn], commit="abc"),
+        entry("ours-cache8-int4", steps=slow, memory={"resident": 250.0, "peak": 260.0, "peak_of_all": 0.0}),
+        entry("transformers-float32"),
+        entry("openvino-u8", steps=slow, tokens=[1, 8, 8]),
+        entry("openvino-u8", length=4096, steps=slow),
+    ]
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "engines.json").write_text(json.dumps({"sides": sides, "machine": engines.machine()}))
+    return tmp_path
+
+
+def test_the_tables_of_engines(tables: types.ModuleType, folder: Path) -> None:
+    expected = {
+        "engines_prompt": ["| 1 | scan, 2 %; 4 bits | 3 |  |", "| 1 | OpenVINO GenAI, u8 | 3 | 3 |"],
+        "engines_step": [
+            "| 1 | scan, 2 %; 4 bits | 70.0 (20.0) |  |",
+            "| 1 | OpenVINO GenAI, u8 | 60.0 (40.0) | 60.0 (40.0) |",
+        ],
+        "engines_answer": ["| 1 | scan, 2 %; 4 bits | 6.34 |  |"],  # 3 + 0.4 + 98 * 0.03
+        "engines_memory": ["| 1 | cache8; 4 bits | 150 (260) |  |"],
+        "engines_ratios": [
+            "| 1 | step | OpenVINO | scan, 2 %; 4 bits | 0.50 |  |",
+            "| 1 | step | cache8 | scan, 2 %; 4 bits | 0.50 |  |",
+            "| 1 | memory | the smallest other engine | cache8; 4 bits | 0.50 |  |",
+        ],
+        "engines_outputs": [
+            "| scan, 2 %; 4 bits | 3.250 | all 3 |  |",
+            "| OpenVINO GenAI, u8 | 3.250 | 1, 0.25 |  |",
+        ],
+        "engines_turns": ["| 1 | 1,024 | scan, 2 %; 4 bits | 3.00 | 1.50 | 0.25 | 1.75 |"],
+        "engines_about": [
+            "| commit | abc |",
+            "| load, 1,024 tokens, 1 threads | 1.0 to 2.0; cores that others took 0.5, at most 0.5 |",
+        ],
+    }  # fmt: skip
+    assert expected.keys() == tables.TABLES.keys()
+    for name, lines in expected.items():
+        written = tables.TABLES[name](folder).splitlines()
+        assert not [line for line in lines if line not in written], (name, written)
+
+
+def test_the_page_has_every_table_of_engines(tables: types.ModuleType) -> None:
+    page = (ROOT / "docs" / "measured" / "decode_cpu.md").read_text(encoding="utf-8")
+    assert all(page.count(f"<!-- table: {name} -->\n") == 1 for name in tables.TABLES)
