@@ -27,7 +27,7 @@ def require_known(kind: str, value: str, options: Iterable[str], where: str = "c
     """Returns `value`. Raises ValueError if it is not among the options."""
     options = list(dict.fromkeys(options))
     if value not in options:
-        raise ValueError(f"{kind} {value!r} is not in {where}, which has {', '.join(filter(None, options))}")
+        raise ValueError(f"{kind} {value!r} is not in {where}, which has {', '.join(options)}")
     return value
 
 
@@ -84,18 +84,22 @@ class Checkout(Configuration):
         study = self.studies[name]
         where = file_of(name)
         given = dict(wildcards.items())
-        benchmark = require_known("benchmark", given.get("benchmark", ""), ["", *study.benchmarks], where)
-        lengths = getattr(study, section).lengths if section else study.lengths_of(benchmark)
-        options: dict[str, tuple[Iterable[str], str]] = {
-            "length": (lengths, f"{section}.lengths of {where}" if section else where),
-            "maps": (study.maps.trained, where),
-            "corpus": (study.diagnostics.corpora, where),
-            "comparison": (["mismatch", *self.ablations], "config/config.yaml"),
-            "ablation": (self.ablations, "config/config.yaml"),
-            "tasks": (study.task_files(benchmark, given["length"]) if "tasks" in given else (), where),
-        }
-        for kind in filter(given.__contains__, options):
-            require_known(kind, given[kind], *options[kind])
+
+        def require(kind: str, options: Iterable[str], where: str) -> None:
+            if kind in given:
+                require_known(kind, given[kind], options, where)
+
+        require("benchmark", study.benchmarks, where)
+        if section:
+            require("length", getattr(study, section).lengths, f"{section}.lengths of {where}")
+        else:
+            require("length", study.lengths_of(given.get("benchmark", "")), where)
+        require("maps", study.maps.trained, where)
+        require("corpus", study.diagnostics.corpora, where)
+        require("comparison", ["mismatch", *self.ablations], "config/config.yaml")
+        require("ablation", self.ablations, "config/config.yaml")
+        if "tasks" in given:
+            require("tasks", study.task_files(given["benchmark"], given["length"]), where)
         return study
 
     # ---- fields of specs ---------------------------------------------------------------------------------------------

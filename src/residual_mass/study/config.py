@@ -96,11 +96,13 @@ class Study(Settings):
     @property
     def arms(self) -> tuple[ArmSpec, ...]:
         """Every method at every budget."""
-        return tuple(
-            ArmSpec(name, budget, self.maps.main if methods.method_named(name).needs_maps else None)
-            for name in self.methods
-            for budget in (self.budgets if name != "full" else (None,))
-        )
+        arms = []
+        for name in self.methods:
+            method = methods.method_named(name)
+            maps = self.maps.main if method.needs_maps else None
+            budgets: tuple[float | None, ...] = (None,) if method.whole_prefix else self.budgets
+            arms += [ArmSpec(name, budget, maps) for budget in budgets]
+        return tuple(arms)
 
     @property
     def recommended(self) -> str:
@@ -110,8 +112,12 @@ class Study(Settings):
 
     def own_methods(self, budget: float | None = None) -> tuple[str, ...]:
         """Methods that the paper lacks. With a budget, only those that are decoded at it and need no maps."""
-        own = (methods.method_named(name) for name in self.methods if name not in METHODS)
-        return tuple(m.name for m in own if budget is None or (budget in self.budgets and not m.needs_maps))
+        own = [name for name in self.methods if name not in METHODS]
+        if budget is None:
+            return tuple(own)
+        if budget not in self.budgets:
+            return ()
+        return tuple(name for name in own if not methods.method_named(name).needs_maps)
 
     def comparison(self, name: str) -> sections.Mismatch | sections.Ablations:
         """Returns the section of a comparison of maps."""
@@ -121,13 +127,16 @@ class Study(Settings):
         """Returns labels of the main maps, and of the maps of `mismatch` if one of these backbones has them; none if no
         method needs maps.
         """
-        main = self.maps_for((*self.methods, *self.fidelity.methods))
-        others = self.mismatch.maps if main and set(backbones) & set(self.mismatch.backbones) else ()
-        return list(dict.fromkeys([*main, *others]))
+        labels = self.maps_for((*self.methods, *self.fidelity.methods))
+        if labels and set(backbones) & set(self.mismatch.backbones):
+            labels += self.mismatch.maps
+        return list(dict.fromkeys(labels))
 
     def maps_for(self, names: Iterable[str]) -> list[str]:
         """Returns the label of the main maps in a list, which is empty if none of these methods needs maps."""
-        return [self.maps.main] * any(methods.method_named(name).needs_maps for name in names)
+        if any(methods.method_named(name).needs_maps for name in names):
+            return [self.maps.main]
+        return []
 
     def task_files(self, benchmark: str, length: str) -> tuple[str, ...]:
         """Returns the name of each generate job of a benchmark: `all`, or the tasks."""
@@ -186,8 +195,9 @@ class Configuration:
         """Returns the labels of the maps of a comparison, in the order of its table's rows."""
         if comparison == "mismatch":
             return study.mismatch.maps
-        rows = getattr(self.main.ablations, comparison)
-        return tuple(maps_label(study.ablations.length, "" if row == "ours" else row) for row in rows)
+        length = study.ablations.length
+        variants = ["" if row == "ours" else row for row in getattr(self.main.ablations, comparison)]
+        return tuple(maps_label(length, variant) for variant in variants)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -267,8 +277,9 @@ def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]
         yield f"maps.main: trained on {study.maps.main}, but the study evaluates {longest}"
     if "natural_main" in study.tables and len(study.lengths_of("longbench")) != 1:
         yield "tables: natural_main shows one length of longbench; give benchmarks.longbench.lengths one"
-    shared = [{*getattr(study.residuals, key)} & {*getattr(study.fidelity, key)} for key in ("corpora", "lengths")]
-    if "deployable" in study.tables and not all(shared):
+    corpora = set(study.residuals.corpora) & set(study.fidelity.corpora)
+    lengths = set(study.residuals.lengths) & set(study.fidelity.lengths)
+    if "deployable" in study.tables and not (corpora and lengths):
         yield "tables: deployable shows texts and lengths that residuals and fidelity share, and they share none"
     if study.ablations.backbones and not study.ablations.benchmarks:
         yield "ablations.benchmarks: empty; name one, or leave ablations.backbones empty"
@@ -285,8 +296,8 @@ Choices = Iterator[tuple[str, Iterable[Any], Iterable[Any]]]
 def _choices(study: Study, backbones: list[str]) -> Choices:
     for name in ("mismatch", "ablations", "diagnostics", "residuals"):
         yield f"{name}.backbones", getattr(study, name).backbones, backbones
-    others = [m.name for m in methods.METHODS if not m.of_the_paper and m.name not in study.methods]
-    yield "fidelity.methods", study.fidelity.methods, others
+    others = [method.name for method in methods.METHODS if not method.of_the_paper]
+    yield "fidelity.methods", study.fidelity.methods, [name for name in others if name not in study.methods]
     yield "fidelity.benchmarks", study.fidelity.benchmarks, study.benchmarks
     yield "fidelity.prompts_at", study.fidelity.prompts_at, study.fidelity.lengths
     yield "diagnostics.budget", [study.diagnostics.budget], study.budgets
@@ -300,8 +311,11 @@ def _choices_of_tables(study: Study) -> Choices:
     """Yields what tables and comparisons of maps require of the study."""
     if "residual_estimators" in study.tables:
         yield "budgets, of the table residual_estimators", study.budgets, study.residuals.budgets
-    needed: tuple[str, ...] = METHODS[:3] if study.mismatch.backbones or study.ablations.backbones else ()
-    if {find(label).of for label in study.tables} - {"fidelity", "answers", "residuals"}:
+    needed: tuple[str, ...] = ()
+    if study.mismatch.backbones or study.ablations.backbones:
+        needed = METHODS[:3]
+    shown = {find(label).of for label in study.tables}
+    if shown - {"fidelity", "answers", "residuals"}:
         needed = METHODS
     yield "methods, of the paper's tables and comparisons", needed, study.methods
 
@@ -319,6 +333,11 @@ def _choices_of_figures(study: Study, backbones: list[str]) -> Choices:
 def _unknown(key: str, values: Iterable[Any], options: Iterable[Any]) -> Iterator[str]:
     """Yields a problem for every value that is not among the options."""
     options = list(options)
-    known = ", ".join(f"{option:g}" if isinstance(option, float) else option for option in options) or "none"
-    for value in (value for value in values if value not in options):
-        yield f"{key}: {f'{value:g}' if isinstance(value, float) else value} is not one of {known}"
+    known = ", ".join(map(_written, options)) or "none"
+    for value in values:
+        if value not in options:
+            yield f"{key}: {_written(value)} is not one of {known}"
+
+
+def _written(value: str | float) -> str:
+    return f"{value:g}" if isinstance(value, float) else value

@@ -30,7 +30,8 @@ def missing(specs: Iterable[dict[str, Any]], assets: Path) -> list[str]:
     """Returns what jobs lack for a run without network, one line each. Hashes are compared when files are used."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's libraries read it on import, which happens below
     listed = listed_in(assets / MANIFEST) or {MANIFEST: ""}
-    lacking = ", ".join(str(assets / name) for name in listed if not (assets / name).is_file())
+    absent = [assets / name for name in listed if not (assets / name).is_file()]
+    lacking = ", ".join(map(str, absent))
     found = [f"offline, and the assets folder lacks {lacking}; copy it from a machine with network"] if lacking else []
     try:
         hub.prefetch(*hub_needs(specs))

@@ -39,7 +39,9 @@ class JobSize:
     def half_of_the_cores(self, wildcards: Wildcards) -> int:
         """Two jobs share a machine without a GPU, because a small model gains little from a second core."""
         cores = self.all_of_the_cores(wildcards)
-        return 8 if self.gpus(wildcards) or self.workflow.remote_exec else max(1, min(8, cores // 2))
+        if self.gpus(wildcards) or self.workflow.remote_exec:
+            return 8
+        return max(1, min(8, cores // 2))
 
     def all_of_the_cores(self, _: Wildcards) -> int:
         """Returns all cores, or 8 on a cluster, where Snakemake knows no number of cores."""

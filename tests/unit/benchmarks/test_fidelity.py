@@ -15,7 +15,7 @@ import pytest
 import scipy.stats
 import torch
 from tests.records import record
-from tests.unit.benchmarks.test_statistics import signs_p
+from tests.unit.test_statistics import signs_p
 
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.force import token_measures

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from residual_mass.statistics import EXACT, Tasks, holm, means, minimal_detectable_effect, sign_flip_p, skewed_interval
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 scores_lists = st.lists(st.floats(0, 1), min_size=2, max_size=12)
 quarters = st.sampled_from([-1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0])
 """Paired differences with many ties, whose sums are exact in floating point."""
