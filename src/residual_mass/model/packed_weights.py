@@ -37,6 +37,10 @@ LAYOUTS = ((64, 32), (32, 16), (32, 1))
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of layers that choose experts. Rounding them would change which weights are read, and they are small."""
 FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
+NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
+"""Dtypes of plain weights, positions and masks. Whether a model was loaded by a quantiser says less: transformers
+dequantises GGUF files by one.
+"""
 LATER = ("save_pretrained", "resize_token_embeddings")
 """Methods that do not know packed weights, and would leave a model or its files half changed."""
 
@@ -378,8 +382,6 @@ def refusals(model: PreTrainedModel) -> Iterator[str]:
     """Yields why a model's weights cannot be packed."""
     if model.training:
         yield "is in training mode, and packed weights have no gradients: call model.eval()"
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        yield "has quantised weights already: load it without a quantization_config"
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear):
             yield "has packed weights already: load it again to pack them otherwise"
@@ -403,7 +405,7 @@ def tensor_refusals(name: str, tensor: Tensor) -> Iterator[str]:
         yield f"has no weights in memory ({name} is on the meta device): load it whole, without offloading"
     if tensor.device.type != "cpu":
         yield f"is on {tensor.device} ({name}), and weights are packed for a CPU: call model.to('cpu') first"
-    if tensor.ndim >= 2 and (tensor.dtype == torch.int32 or (tensor.itemsize == 1 and tensor.dtype != torch.bool)):
+    if tensor.ndim >= 2 and tensor.dtype not in NUMBERS:
         yield f"has quantised weights already ({name} is {tensor.dtype}): load it without quantisation"
 
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import cpu_offload
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from tests.conftest import tiny_llama
 from tests.unit.model.families import FAMILIES, Family, cases
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
-from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel
 
 from residual_mass import pack_weights, partial_generate
 from residual_mass.model import packed_weights
@@ -107,6 +107,58 @@ def test_a_gguf_weight_is_not_rounded_to_other_codes(kind: str) -> None:
     off = (by_hand(layer) - stored).abs().view(64, 3, 32).amax(-1)
     assert off.max() > 0
     assert bool((off <= 24 * step * BF16).all()), "a twentieth of a step; a second rounding could be half of one off"
+
+
+def write_gguf(path: Path, model: PreTrainedModel) -> None:
+    """A small Llama as llama.cpp quantises it: layers in Q4_1 and Q4_0 in turn, the tied embedding in Q8_0."""
+    writer = GGUFWriter(path, "llama")
+    config = model.config
+    writer.add_context_length(512)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.layers": "blk",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for name, parameter in model.named_parameters():
+        if name.startswith("lm_head"):
+            continue
+        kind = list(GGUF.values())["layers.1" in name] if parameter.ndim == 2 else None
+        kind = GGMLQuantizationType.Q8_0 if "embed" in name else kind
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        weight = parameter.detach().numpy()
+        writer.add_tensor(name, weight if kind is None else quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gguf_file_keeps_its_codes(dtype: torch.dtype, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(layers=2))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=dtype)
+    weights = {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    pack_weights(model)
+    assert model.generate(ids_of(5), max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 8)
+    compared = 0
+    for name, weight in weights.items():
+        layer = model.get_submodule(name)
+        if isinstance(layer, Linear4):
+            groups = weight.double().unflatten(1, (-1, 32))
+            off = (by_hand(layer).view_as(groups) - groups).abs().amax(-1)
+            low, high = groups.aminmax(dim=-1)
+            assert bool((off <= (high - low) / 15 / 4).all()), "a second rounding to 16 levels could be off by a half"
+            compared += 1
+    assert compared == 14
 
 
 def test_other_weights_are_rounded_to_the_nearest_of_16_levels() -> None:
