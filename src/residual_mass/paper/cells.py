@@ -1,8 +1,8 @@
 """Cells of tables: a typed DataFrame with one row per printed number: its value, text, interval, tests and place in the
 table.
 
-The fields before `text` are the cell's key. LAYOUT places a cell: rows that agree in it share a field of the printed
-table. Cells join results on numbers: a budget is a percentage as `metrics.budget_text` writes it.
+The fields before `text` are the cell's key. CELL_LAYOUT places a cell: rows that agree in it share a field of the
+printed table. Cells join results on numbers: a budget is a percentage as `metrics.budget_text` writes it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ COMMON = (
     "decoding source study model_id revision weights phi_sha"
 ).split()
 """Columns of every table's CSV after those of its key; extra ones of a table follow."""
-LAYOUT = ("grid", "block", "row", "group", "column")
+CELL_LAYOUT = ("grid", "block", "row", "group", "column")
 """Titles of grid, block of rows, row (heads joined by ` | `), group of columns, and column; they end a CSV."""
-PLACEMENT = ("own", "printed", *LAYOUT)
-"""LAYOUT after whether the row is an addition to the paper's table, and after what a field prints if not `text`."""
+PLACEMENT = ("own", "printed", *CELL_LAYOUT)
+"""Before CELL_LAYOUT: whether the row is an addition to the paper's table, and what a field prints if not `text`."""
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -69,7 +69,8 @@ def join_results(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bo
 
 def with_empty_texts(cells: pd.DataFrame) -> pd.DataFrame:
     """Returns cells whose unknown texts are empty; unknown numbers stay."""
-    words = [name for name in cells if name not in FLOATS | COUNTS | FLAGS and cells[name].dtype in (object, "str")]
+    columns = cells.select_dtypes(["object", "str"]).columns
+    words = [name for name in columns if name not in FLOATS | COUNTS | FLAGS]
     return cells.fillna(dict.fromkeys(words, ""))
 
 
@@ -100,7 +101,8 @@ def best(cells: pd.DataFrame, competing: pd.Series, by: Sequence[str], higher: p
 def with_gains(cells: pd.DataFrame) -> pd.DataFrame:
     """Adds p-values, corrected by Holm over all tests of a grid, and marks those below ALPHA."""
     corrected = cells["gain_p"].dropna()
-    corrected = corrected.groupby(cells["grid"]).transform(lambda of: pd.Series(holm(list(of)), of.index))
+    by_grid = corrected.groupby(cells["grid"])
+    corrected = by_grid.transform(lambda of: pd.Series(holm(list(of)), of.index))
     corrected = corrected.reindex(cells.index)
     significant = corrected < ALPHA
     sign = np.sign(cells["gain"]).where(significant)

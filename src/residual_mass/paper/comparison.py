@@ -22,7 +22,7 @@ from residual_mass.paper.digits import format_score, interval
 from residual_mass.paper.frames import field_texts, read_frame, typed
 from residual_mass.paper.latex import Cell
 from residual_mass.paper.published import DRAWN_ANEW, EXAMPLES, MODELS
-from residual_mass.paper.tables import RUNTIME, TABLES, find
+from residual_mass.paper.tables import RUNTIME_PREFIX, TABLES, find
 from residual_mass.provenance import Record
 from residual_mass.spec.columns import decoding_settings
 from residual_mass.spec.settings import length_and_variant
@@ -32,13 +32,13 @@ CELL_PLACE = "table benchmark task corpus length method budget_percent maps impl
 """Fields that a study's cell shares with the published one; together with the backbone they are the key of a cell."""
 TABLE_FACTS = "dtype device hardware processes steps low high".split()
 """Fields that not every table has."""
-COMPARISON = (
+VERDICT_COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
-COMPARED = [
+COMPARED_TABLES = [
     *(table.label for table in TABLES if table.label in published.labels() and table.label != "phi_param_count"),
-    *(label for label in published.labels() if label.startswith(RUNTIME)),
+    *(label for label in published.labels() if label.startswith(RUNTIME_PREFIX)),
 ]
 """Labels of the compared tables."""
 AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
@@ -62,7 +62,7 @@ DEVIATIONS = {
     "training_cost_64k": {12, 16},
 }
 """Numbers of the open points of docs/deviations.md that affect a table."""
-SETTINGS = (
+COMPARED_SETTINGS = (
     "backbones.1b.dtype backbones.3b.dtype anchors.sink anchors.tail phi.corpora phi.steps phi.learning_rate "
     "phi.weight_decay phi.schedule phi.warmup_steps phi.sequences_per_step phi.queries_per_step phi.query_window "
     "phi.map.kind phi.map.d_emb phi.map.d_phi phi.map.init phi.objective.name phi.objective.tau "
@@ -88,14 +88,14 @@ def run(spec: ComparisonSpec, tables: list[Path], out: Path) -> None:
     record = Record("comparison", spec, tables)
     ours = concat_cells(map(read_frame, tables))
     rows = with_verdicts(published_cells(), ours, spec)
-    write_text(out, csv_text(COMPARISON, rows.to_dict("records")))
+    write_text(out, csv_text(VERDICT_COLUMNS, rows.to_dict("records")))
     record.write(out)
 
 
 def settings_of(study: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the values of SETTINGS in a nested configuration as text, by key; 1 and 1.0 have the same text."""
+    """Returns the values of COMPARED_SETTINGS in a nested configuration as text, by key; 1 and 1.0 have the same."""
     settings = {}
-    for key in SETTINGS:
+    for key in COMPARED_SETTINGS:
         value: Any = study
         for name in key.split("."):
             value = value.get(name, ...) if isinstance(value, Mapping) else ...
@@ -112,7 +112,7 @@ def _text(value: Any) -> str:
 def published_cells() -> pd.DataFrame:
     """Returns all published cells that are compared."""
     tables = []
-    for label in COMPARED:
+    for label in COMPARED_TABLES:
         rows, spec = published.results(label)
         tables.append(find(label).cells(rows, spec))
     cells = concat_cells(tables)
@@ -155,7 +155,7 @@ def with_verdicts(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec
         published_n=examples,
         deviations=rows["table"].map(_deviations_of),
     )
-    return fields[COMPARISON]
+    return fields[VERDICT_COLUMNS]
 
 
 def _joined(theirs: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:

@@ -134,7 +134,9 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
     """
     record = Record("numbers", spec, tables, sources=[template])
     keyed = [pair for path in tables for pair in keyed_cells(read_frame(path))]
-    entries = [(kind, Latex(key), text) for key, cell in keyed for kind, text in _macros(cell)]
+    entries = []
+    for key, cell in keyed:
+        entries += [(kind, Latex(key), text) for kind, text in _macros(cell)]
     tested = (key for key, cell in keyed if pd.notna(cell["gain_p_holm"]))
     example = Latex(next(tested, keyed[0][0]))
     write_text(out, render(template, study=spec.study, example=example, entries=entries))

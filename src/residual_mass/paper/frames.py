@@ -60,7 +60,8 @@ def read_results(path: Path, columns: Iterable[str], stage: str) -> pd.DataFrame
 def typed(rows: pd.DataFrame, columns: Iterable[str] | None = None) -> pd.DataFrame:
     """Returns columns with their types, by default all; those that the rows lack are unknown."""
     names = list(rows) if columns is None else list(columns)
-    series = {name: _typed(rows.get(name, pd.Series(None, rows.index, dtype=object)), name) for name in names}
+    unknown = pd.Series(None, rows.index, dtype=object)
+    series = {name: _typed(rows.get(name, unknown), name) for name in names}
     return pd.DataFrame(series, index=rows.index, columns=names)
 
 
@@ -94,9 +95,9 @@ def field_texts(cells: pd.DataFrame, digits: str) -> pd.DataFrame:
     quantities = cells["quantity"] if "quantity" in cells else [""] * len(cells)
     of_values = [value_digits(quantity, digits) for quantity in quantities]
     for name in FLOATS.intersection(cells):
-        formats = (
-            of_values if name in ("value", "ci_low", "ci_high") else [COLUMN_DIGITS.get(name, digits)] * len(cells)
-        )
+        formats = [COLUMN_DIGITS.get(name, digits)] * len(cells)
+        if name in ("value", "ci_low", "ci_high"):
+            formats = of_values
         fields[name] = list(map(number_text, cells[name], formats))
     for name in COUNTS.intersection(cells):
         fields[name] = [number_text(count, "d") for count in cells[name]]

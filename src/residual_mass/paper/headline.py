@@ -13,11 +13,13 @@ def headline(cells: pd.DataFrame, quantity: str, budget: float) -> dict[str, dic
     """Returns the cells of a quantity at a budget by method: those of the first backbone and text at the greatest
     length. Of a method with several feature maps it is the first cell, that of the study's own.
     """
-    at_budget = cells[(cells["quantity"] == quantity) & (cells["budget_percent"] == budget)]
-    if at_budget.empty:
+    cells = cells[cells["quantity"] == quantity]
+    cells = cells[cells["budget_percent"] == budget]
+    if cells.empty:
         return {}
-    first = at_budget.iloc[0]
-    of_text = at_budget[(at_budget["backbone"] == first["backbone"]) & (at_budget["corpus"] == first["corpus"])]
+    first = cells.iloc[0]
+    same_backbone = cells["backbone"] == first["backbone"]
+    of_text = cells[same_backbone & (cells["corpus"] == first["corpus"])]
     length = max(of_text["length"], key=tokens_of)
     shown = of_text[of_text["length"] == length].drop_duplicates("method")
     return {cell["method"]: cell for cell in shown.to_dict("records")}

@@ -100,7 +100,11 @@ def _verdict_counts(comparison: Path) -> dict[str, dict[str, int]]:
     rows = read_frame(comparison)
     words = rows["verdict"].str.split(" by ").str[0]
     verdicts = words.groupby(rows["table"], sort=False)
-    return {label: of_table.value_counts().to_dict() for label, of_table in verdicts if (of_table != NOT_RUN).any()}
+    counts = {}
+    for label, of_table in verdicts:
+        if (of_table != NOT_RUN).any():
+            counts[label] = of_table.value_counts().to_dict()
+    return counts
 
 
 def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
@@ -119,7 +123,8 @@ def opening(spec: ReportSpec, cells: dict[str, pd.DataFrame]) -> dict[str, Any]:
     for label in SCORE_TABLES:
         if label in cells:
             scores = cells[label]
-            tested = scores[(scores["method"] == spec.recommended) & scores["gain"].notna()]
+            ours = scores[scores["method"] == spec.recommended]
+            tested = ours[ours["gain"].notna()]
             gains += tested["gain"].tolist()
             marked += int((tested["mark"] != "").sum())
     return {

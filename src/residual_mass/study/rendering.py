@@ -8,8 +8,8 @@ from typing import Any
 from snakemake.io import expand
 
 from residual_mass.paper import published
-from residual_mass.paper.comparison import COMPARED, settings_of
-from residual_mass.paper.tables import RUNTIME, TABLES
+from residual_mass.paper.comparison import COMPARED_TABLES, settings_of
+from residual_mass.paper.tables import RUNTIME_PREFIX, TABLES
 from residual_mass.paper.titles import text_title
 from residual_mass.spec import paths, specs
 from residual_mass.spec.figures import FIGURES, kind_of
@@ -25,8 +25,8 @@ from residual_mass.study.tables import shown_by
 def table(checkout: Checkout, w: Wildcards) -> Work:
     """Any registered table; the study need not list it."""
     checkout.study_named(w)
-    labels = [entry.label for entry in TABLES if entry.label != RUNTIME]
-    labels += [f"{RUNTIME}{name}" for name in checkout.backbones_of(w.study)]
+    labels = [entry.label for entry in TABLES if entry.label != RUNTIME_PREFIX]
+    labels += [f"{RUNTIME_PREFIX}{name}" for name in checkout.backbones_of(w.study)]
     require_known("table", w.label, labels, file_of(w.study))
     results, spec = shown_by(checkout, w.study, w.label)
     if not results:
@@ -36,7 +36,7 @@ def table(checkout: Checkout, w: Wildcards) -> Work:
 
 def _template(checkout: Checkout, label: str) -> str:
     """Returns the template of a table or of the document; all tables of latencies share one."""
-    name = "runtime" if label.startswith(RUNTIME) else label
+    name = "runtime" if label.startswith(RUNTIME_PREFIX) else label
     return checkout.here(paths.TEMPLATE.format(name=name))
 
 
@@ -48,7 +48,7 @@ def published_table(checkout: Checkout, w: Wildcards) -> Work:
 
 def compared_tables(study: Study) -> list[str]:
     """Returns the tables of a study that the paper has as well."""
-    return [label for label in study.tables if label in COMPARED]
+    return [label for label in study.tables if label in COMPARED_TABLES]
 
 
 def comparison(checkout: Checkout, w: Wildcards) -> Work:

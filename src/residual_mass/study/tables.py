@@ -8,7 +8,7 @@ from typing import Any
 
 from snakemake.io import expand
 
-from residual_mass.paper.tables import RUNTIME, Table, find
+from residual_mass.paper.tables import RUNTIME_PREFIX, Table, find
 from residual_mass.spec import paths
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import TableSpec
@@ -168,9 +168,9 @@ def _training(asked: Asked) -> Shown:
 
 
 def _runtime(asked: Asked) -> Shown:
-    backbones = [asked.label.removeprefix(RUNTIME)]
+    backbones = [asked.label.removeprefix(RUNTIME_PREFIX)]
     spec = asked.spec(backbones, lengths=asked.study.runtime.contexts)
-    return expand(paths.RUNTIME, backbone=backbones), spec
+    return expand(paths.RUNTIME_PREFIX, backbone=backbones), spec
 
 
 PARTS: dict[str, Callable[[Asked], Shown]] = {

@@ -18,7 +18,7 @@ from sample_results import Row, distance_row, error_row, write_rows
 from tests.records import recorded
 
 from residual_mass.methods import names
-from residual_mass.paper.figures import FIGURES
+from residual_mass.paper.figures import DRAWINGS
 from residual_mass.paper.figures.style import paper_style
 from residual_mass.spec.columns import FIDELITY
 from residual_mass.spec.figures import kind_of
@@ -184,7 +184,7 @@ def files_of(kind: str, folder: Path) -> tuple[FigureSpec, list[Path]]:
 
 def draw(show: FigureSpec, files: list[Path]) -> Figure:
     with paper_style():
-        return FIGURES[kind_of(show.label)](show, files)
+        return DRAWINGS[kind_of(show.label)](show, files)
 
 
 def of_frame(kind: str, frame: pd.DataFrame, folder: Path, **facts: Any) -> Figure:

@@ -18,12 +18,12 @@ from residual_mass.spec.specs import ComparisonSpec
 
 MODEL = published.MODELS["1b"]
 CELL = ["length", "method", "budget_percent"]
-PROTOCOL = dict.fromkeys(comparison.SETTINGS, "x") | {"truncate_to": "64k"}
+PROTOCOL = dict.fromkeys(comparison.COMPARED_SETTINGS, "x") | {"truncate_to": "64k"}
 PROTOCOL |= {key: "nominal" for key in PROTOCOL if key.endswith(".budget_length")}
 PROTOCOL |= {key: "false" for key in PROTOCOL if key.endswith(".chat_template")}
 PROTOCOL |= {key: "null" for key in PROTOCOL if key.endswith(".answer_margin")}
 SPEC = ComparisonSpec("paper", PROTOCOL, PROTOCOL)
-UNKNOWN = pd.DataFrame([{}]).pipe(typed, (*comparison.COMPARISON, *comparison.TABLE_FACTS, "data", "others"))
+UNKNOWN = pd.DataFrame([{}]).pipe(typed, (*comparison.VERDICT_COLUMNS, *comparison.TABLE_FACTS, "data", "others"))
 PLACE = UNKNOWN.to_dict("records")[0]
 PLACE |= {"table": "ruler_sweep", "benchmark": "ruler", "task": "all", "length": "4k", "method": "topk_phi",
           "budget_percent": 1.0, "backbone": "1b", "quantity": "score", "backbones": "1b"}  # fmt: skip

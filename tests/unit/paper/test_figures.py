@@ -20,7 +20,7 @@ from scipy.stats import spearmanr
 from residual_mass import methods
 from residual_mass.methods import method_named
 from residual_mass.methods.step_bytes import bytes_per_verified_token
-from residual_mass.paper.figures import FIGURES, run
+from residual_mass.paper.figures import DRAWINGS, run
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
 from residual_mass.paper.titles import method_title, text_title, title_parts, trained_at_title
 from residual_mass.spec import figures as configured
@@ -35,7 +35,7 @@ Head = tuple[int, int]
 
 
 def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
-    assert set(FIGURES) == set(configured.FIGURES)
+    assert set(DRAWINGS) == set(configured.FIGURES)
     assert configured.kind_of("fixedk_breakdown_1b") == "fixedk_breakdown"
     for label in ("nothing", "", "entropy", "entropy_gains", "1b_entropy_gain", "entropy_gain_1b"):
         with pytest.raises(ValueError, match=f"^{label} is not one of fidelity, .*training_curves"):
@@ -43,7 +43,7 @@ def test_every_kind_of_figure_is_drawn_and_no_other(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", FIGURES)
+@pytest.mark.parametrize("kind", DRAWINGS)
 def test_nothing_leaves_the_page(kind: str) -> None:
     figure = drawn.figure(kind)
     with paper_style():

@@ -17,7 +17,7 @@ from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import KL, RELATIVE_ERROR, SAME_TOP
 from residual_mass.paper import document, published
 from residual_mass.paper.digits import format_value
-from residual_mass.paper.figures.style import FIGURES, figure
+from residual_mass.paper.figures.style import DRAWINGS, figure
 from residual_mass.paper.tables import find, layout
 from residual_mass.paper.tables.layout import table
 from residual_mass.spec.specs import TableSpec
@@ -130,7 +130,7 @@ def test_an_unknown_label_names_the_known_ones_and_a_second_of_a_name_is_refused
     with pytest.raises(ValueError, match=r"^table 'fidelity' is registered in \S+scores and \S+residuals; give one "):
         find("fidelity")
     with pytest.raises(ValueError, match=r"^figure mass_curves is registered in (\S+) and \1; give one of them "):
-        figure(FIGURES["mass_curves"])
+        figure(DRAWINGS["mass_curves"])
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from residual_mass.paper.figures import fidelity, heads, kernels, residuals  # noqa: F401
-from residual_mass.paper.figures.style import FIGURES, caption_of, paper_style, save
+from residual_mass.paper.figures.style import DRAWINGS, caption_of, paper_style, save
 from residual_mass.provenance import Record
 from residual_mass.spec.figures import kind_of
 from residual_mass.spec.specs import FigureSpec
 
-__all__ = ["FIGURES", "caption_of", "run"]
+__all__ = ["DRAWINGS", "caption_of", "run"]
 
 
 def run(spec: FigureSpec, data: list[Path], pdf: Path, png: Path) -> None:
@@ -19,7 +19,7 @@ def run(spec: FigureSpec, data: list[Path], pdf: Path, png: Path) -> None:
     Raises:
         ValueError: the label is unknown, or a file differs from its record or lacks what the figure shows; names it.
     """
-    draw = FIGURES[kind_of(spec.label)]
+    draw = DRAWINGS[kind_of(spec.label)]
     record = Record("figure", spec, data)
     with paper_style():
         save(draw(spec, data), pdf, png)

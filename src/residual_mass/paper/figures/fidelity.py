@@ -35,7 +35,7 @@ from residual_mass.spec.specs import FigureSpec
 from residual_mass.statistics import percentile_interval, resampled
 
 TOKENS = ["text", "continuation", "state", "method", "budget_percent", "maps", "task", "index", "position", "full_nll"]
-PARTS = 4
+PROBABILITY_GROUPS = 4
 """Number of equally large groups of tokens by their probability under full attention."""
 SEEN = ("nothing", "the token", "its bigram")
 PANELS = (
@@ -152,7 +152,7 @@ def _draw_means(axis: Axes, points: pd.DataFrame, shift: float, look: Mapping[st
 
 def _groups(tokens: pd.DataFrame) -> list[tuple[pd.Series, Sequence[str]]]:
     """Returns for each panel the number of each token's group, and the groups' names."""
-    part = equal_parts(tokens["full_nll"], PARTS)
+    part = equal_parts(tokens["full_nll"], PROBABILITY_GROUPS)
     largest = tokens["full_nll"].groupby(part).max()
     likely = [f"\N{GREATER-THAN OR EQUAL TO} {math.exp(-nll):.3g}" for nll in largest]
     # Positions 1, 2, 3 to 4, 5 to 8 and so on, up to the last.

@@ -31,10 +31,10 @@ HEAD = ["layer", "head"]
 BUDGET = ["k", "budget_percent"]
 FAR_OUT = 3
 """Values this many interquartile ranges outside of the quartiles do not widen an axis (Tukey's outer fences)."""
-ERRORS = ["e_topk", "e_sub"]
+ERROR_COLUMNS = ["e_topk", "e_sub"]
 BIN = 0.1
 """Width in entropy of the bins for medians over heads."""
-QUARTILES = 4
+ENTROPY_GROUPS = 4
 LINEAR = 0.1
 """Axes of errors and gains are linear up to about here: a few heads have ten times larger values than most."""
 
@@ -95,8 +95,8 @@ def _scatter(axis: Axes, heads: pd.DataFrame, y: str) -> None:
     for chosen, colour, marker, width, label in (
         (helps, BLUE, "o", 0, "the estimate helps the head"), (~helps, VERMILLION, "x", 0.7, "it does not")
     ):  # fmt: skip
-        look = {"s": 9, "c": colour, "alpha": 0.6, "marker": marker, "linewidths": width, "label": label}
-        axis.scatter("h_mid", y, data=heads[chosen], **look)
+        look = {"c": colour, "marker": marker, "linewidths": width}
+        axis.scatter("h_mid", y, data=heads[chosen], s=9, alpha=0.6, **look, label=label)
     axis.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
 
 
@@ -120,7 +120,8 @@ def entropy_gain(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     the last ones, and 1 where they have equal weights.
     """
     keys = ["backbone", *BUDGET]
-    frames = [head_means(path, [*keys, *HEAD], [*ERRORS, "h_mid"]) for path in data]
+    measures = [*ERROR_COLUMNS, "h_mid"]
+    frames = [head_means(path, [*keys, *HEAD], measures) for path in data]
     heads = pd.concat(frames, ignore_index=True)
     heads["gain"] = heads["e_topk"] - heads["e_sub"]
     backbones = heads["backbone"].unique()
@@ -166,14 +167,14 @@ def fixedk_breakdown(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Errors of every query head at one budget against its mid-normalised entropy $H_{\mathrm{mid}}$: of Top-$K$ (a),
     of Top-$K{+}\phi$ (b), and the first less the second (c).
     """
-    heads = head_means(data[0], [*BUDGET, *HEAD], [*ERRORS, "h_mid"], spec.budget_percent)
+    heads = head_means(data[0], [*BUDGET, *HEAD], [*ERROR_COLUMNS, "h_mid"], spec.budget_percent)
     heads["gain"] = heads["e_topk"] - heads["e_sub"]
     figure, axes = panels(2.0, 3, 3, H_MID, "relative error (asinh scale)", sharey=False)
     without, completed, gains = axes
     completed.sharey(without)
     gains.axhline(0, color=GREY, linewidth=0.7, zorder=0)
     titles = f"(a) {E_TOPK}", f"(b) {E_SUB}", f"(c) {GAIN}"
-    for axis, name, title in zip(axes, [*ERRORS, "gain"], titles, strict=True):
+    for axis, name, title in zip(axes, [*ERROR_COLUMNS, "gain"], titles, strict=True):
         _scatter(axis, heads, name)
         _draw_medians(axis, heads, name)
         axis.set_title(title)
@@ -189,10 +190,10 @@ def quartile_error(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Errors of Top-$K$ and Top-$K{+}\phi$ at every budget, with the heads in four groups of equal size by their
     mid-normalised entropy $H_{\mathrm{mid}}$, from the most concentrated (a) to the most diffuse (d).
     """
-    heads = head_means(data[0], [*BUDGET, *HEAD], [*ERRORS, "h_mid"])
-    heads["quartile"] = heads.groupby(BUDGET)["h_mid"].transform(equal_parts, QUARTILES)
+    heads = head_means(data[0], [*BUDGET, *HEAD], [*ERROR_COLUMNS, "h_mid"])
+    heads["quartile"] = heads.groupby(BUDGET)["h_mid"].transform(equal_parts, ENTROPY_GROUPS)
     columns = 4 if heads.groupby(BUDGET).ngroups < 5 else 2  # tick labels of more budgets do not fit
-    figure, axes = panels(2.0, QUARTILES, columns, "$K$ and budget", "relative error (asinh scale)")
+    figure, axes = panels(2.0, ENTROPY_GROUPS, columns, "$K$ and budget", "relative error (asinh scale)")
     for letter, axis, (_, part) in zip("abcd", axes, heads.groupby("quartile"), strict=True):
         _draw_errors_by_budget(axis, part)
         entropy = part["h_mid"]
@@ -229,7 +230,8 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     frames = [captured_rows(path, [*PANEL, "log_z_hat", "log_z_true"], spec.budget_percent) for path in data]
     rows = pd.concat(frames, ignore_index=True)
     rows["corpus"] = rows["corpus"].map(text_title)
-    rows["value"] = rows["log_z_hat"].astype(float) - rows["log_z_true"].astype(float)
+    doubles = rows.astype({"log_z_hat": float, "log_z_true": float})
+    rows["value"] = doubles["log_z_hat"] - doubles["log_z_true"]
     sizes = rows.groupby(PANEL).size()
     finite = rows[np.isfinite(rows["value"])].groupby(PANEL, sort=False)["value"]
     if not finite.ngroups:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from scipy.special import logsumexp
 
 from residual_mass.files import read_parquet
-from residual_mass.paper.figures.heads import ERRORS, HEAD, bulk, captured_rows, head_means
+from residual_mass.paper.figures.heads import ERROR_COLUMNS, HEAD, bulk, captured_rows, head_means
 from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
@@ -101,9 +101,9 @@ def kernel_sanity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     if k > 0:
         ranks.axvline(k, color="black", linestyle=":", linewidth=0.8, label="$K$")
     make_logarithmic(ranks.xaxis)
-    rows = captured_rows(heads, [*HEAD, *ERRORS], spec.budget_percent).astype(float)
+    rows = captured_rows(heads, [*HEAD, *ERROR_COLUMNS], spec.budget_percent).astype(float)
     of_head = (rows["layer"] == layer) & (rows["head"] == head)
-    _draw_errors(errors, rows.loc[of_head, ERRORS])
+    _draw_errors(errors, rows.loc[of_head, ERROR_COLUMNS])
     return finish(figure, spec, f", layer {layer}, head {head}, $K = {k}$\n(a) {shown}", fontsize=7)
 
 

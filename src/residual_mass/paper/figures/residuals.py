@@ -43,7 +43,8 @@ def compared_rows(spec: FigureSpec, data: Sequence[Path]) -> pd.DataFrame:
     except `value`.
     """
     files = [read_results(path, NEEDED, "residual-errors") for path in data]
-    rows = pd.concat([file[file["corpus"] == text] for file in files for text in spec.texts], ignore_index=True)
+    of_texts = [file[file["corpus"] == text] for file in files for text in spec.texts]
+    rows = pd.concat(of_texts, ignore_index=True)
     packs = rows.groupby(["length", "corpus"])["packs"].transform("first")
     texts = rows["corpus"].map(text_title) + ", " + rows["length"]
     place = texts + ": " + packs.astype(str) + " packs"

@@ -38,7 +38,7 @@ FIRST_METHODS = ("topk_phi", "topk", "topk_phi_nosub")
 """Methods with the first looks: all figures give them the same colours."""
 TICKS = {3: (1,), 1.5: (1, 3), 1: (1, 2, 5), 0.3: (1, 1.5, 2, 3, 5, 7)}
 """Leading digits of ticks on a logarithmic axis of more than this many decades; shorter axes have even ticks."""
-SETTINGS = {
+STYLE_SETTINGS = {
     "font.family": "STIXGeneral",
     "mathtext.fontset": "stix",
     "font.size": 9,
@@ -68,29 +68,29 @@ PERCENT = FuncFormatter(lambda share, _: f"{100 * share:.3g}%")
 
 # ---- registry and style ----------------------------------------------------------------------------------------------
 
-FIGURES: dict[str, Draw] = {}
+DRAWINGS: dict[str, Draw] = {}
 
 
 def figure(draw: Draw) -> Draw:
     """Registers a function that draws a figure from its files, under its name. Its docstring is the caption, with
     mathematics between dollars. Raises ValueError if the name is registered already.
     """
-    if draw.__name__ in FIGURES:
-        modules = f"{FIGURES[draw.__name__].__module__} and {draw.__module__}"
+    if draw.__name__ in DRAWINGS:
+        modules = f"{DRAWINGS[draw.__name__].__module__} and {draw.__module__}"
         raise ValueError(f"figure {draw.__name__} is registered in {modules}; give one of them another name")
-    FIGURES[draw.__name__] = draw
+    DRAWINGS[draw.__name__] = draw
     return draw
 
 
 def caption_of(label: str, titles: Mapping[str, str]) -> str:
     """Returns the caption of a figure, ending with its title in `titles`; raises ValueError for an unknown figure."""
-    caption = " ".join((FIGURES[kind_of(label)].__doc__ or "").split())
+    caption = " ".join((DRAWINGS[kind_of(label)].__doc__ or "").split())
     return f"{caption} {titles[label]}." if titles.get(label) else caption
 
 
 def paper_style() -> AbstractContextManager[None]:
-    """Applies SETTINGS to matplotlib's defaults, ignoring a user's own matplotlibrc."""
-    return matplotlib.style.context(["default", SETTINGS])
+    """Applies STYLE_SETTINGS to matplotlib's defaults, ignoring a user's own matplotlibrc."""
+    return matplotlib.style.context(["default", STYLE_SETTINGS])
 
 
 def save(figure: Figure, pdf: Path, png: Path) -> None:
@@ -108,7 +108,8 @@ def looks_of(names: Iterable[str], first: Iterable[str] = FIRST_METHODS) -> dict
     Args:
         first: names that have the first looks, whether they are drawn or not.
     """
-    return dict(zip(dict.fromkeys([*first, *names]), LOOKS(), strict=False))
+    distinct = dict.fromkeys([*first, *names])
+    return dict(zip(distinct, LOOKS(), strict=False))
 
 
 # ---- panels ----------------------------------------------------------------------------------------------------------
@@ -121,7 +122,8 @@ def panels(height: float, count: int, columns: int, x: str = "", y: str = "", **
     columns = min(count, columns)
     rows = math.ceil(count / columns)
     figure = Figure(figsize=(TEXT_WIDTH, 0.6 + height * rows))
-    axes = figure.subplots(rows, columns, squeeze=False, **{"sharex": True, "sharey": True} | grid).ravel()
+    grid = {"sharex": True, "sharey": True} | grid
+    axes = figure.subplots(rows, columns, squeeze=False, **grid).ravel()
     for axis in axes[:count:columns]:
         axis.set_ylabel(y)
     for axis in axes[count - columns : count]:
@@ -142,10 +144,11 @@ def against_budget(rows: pd.DataFrame, label: str, looks: Mapping[str, Mapping[s
     for axis, ((*_, place), panel) in zip(axes, of_panel, strict=True):
         for (arm, title), line in panel.groupby(["arm", "title"], sort=False):
             line = line.sort_values("budget_percent")
+            look = looks[arm]
             if "ci_low" in line:
-                band = {"color": looks[arm]["color"], "alpha": 0.15, "linewidth": 0}
-                axis.fill_between(line["budget_percent"], line["ci_low"], line["ci_high"], **band)
-            axis.plot(line["budget_percent"], line["value"], **looks[arm], label=title)
+                band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
+                axis.fill_between("budget_percent", "ci_low", "ci_high", data=line, **band)
+            axis.plot("budget_percent", "value", data=line, **look, label=title)
         axis.set_title(place)
         axis.grid(axis="y")
     make_logarithmic(axes[0].xaxis, axes[0].yaxis)
@@ -159,14 +162,16 @@ def make_logarithmic(*axes: Axis) -> None:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         decades = np.ptp(np.log10(axis.get_view_interval()))
         digits = next((digits for least, digits in TICKS.items() if decades > least), None)
-        axis.set_major_locator(LogLocator(subs=digits) if digits else MaxNLocator(5, steps=[1, 2, 5, 10]))
+        even = MaxNLocator(5, steps=[1, 2, 5, 10])
+        axis.set_major_locator(LogLocator(subs=digits) if digits else even)
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter("{x:,.10g}")
 
 
 def make_asinh(axis: Axis, linear_width: float) -> None:
     """Makes an axis linear up to about `linear_width` and logarithmic beyond."""
-    {"x": axis.axes.set_xscale, "y": axis.axes.set_yscale}[axis.axis_name]("asinh", linear_width=linear_width)
+    set_scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    set_scale("asinh", linear_width=linear_width)
     axis.set_major_locator(AsinhLocator(linear_width, numticks=7, base=0))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter("{x:g}")

@@ -12,7 +12,7 @@ from residual_mass.metrics import budget_text
 from residual_mass.paper import published
 from residual_mass.paper.cells import best, cross, join_results, part, with_empty_texts, with_values
 from residual_mass.paper.digits import DASH, format_steps
-from residual_mass.paper.tables.layout import RUNTIME, Rows, lengths, middle_budget, table
+from residual_mass.paper.tables.layout import RUNTIME_PREFIX, Rows, lengths, middle_budget, table
 from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, method_title, text_title
 from residual_mass.spec.labels import METHODS, PUBLISHED
 from residual_mass.spec.specs import TableSpec
@@ -56,7 +56,8 @@ def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     )
     cells = cells.assign(budget_percent=middle_budget(show))
     cells = with_values(join_results(cells, findings))
-    cells["row"] = cells["corpus"].map(text_title) + " | " + cells["length"] + " | " + cells["k"].astype(str)
+    texts = cells["corpus"].map(text_title) + " | " + cells["length"]
+    cells["row"] = texts + " | " + cells["k"].astype(str)
     signed = (cells["quantity"] == "log_z_error") & (cells["text"] != DASH)
     cells["printed"] = cells["text"].mask(signed, "$" + cells["text"] + "$")
     if show.study != PUBLISHED:
@@ -77,7 +78,8 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
     keys = maps["params_per_head"] * maps["kv_heads"]
     maps = maps.assign(phi_q_total=queries, phi_k_total=keys, total=queries + keys)
     maps["d_emb"] = maps["d_emb"].where(maps["kind"] == "rezero")
-    maps["row"] = maps["backbone"].map(show.backbone_titles) + " / " + maps["d_phi"].astype(str)
+    titles = maps["backbone"].map(show.backbone_titles)
+    maps["row"] = titles + " / " + maps["d_phi"].astype(str)
     columns = part("column", PARAMETER_TITLES.values(), quantity=PARAMETER_TITLES)
     return with_values(cross(maps, columns))
 
@@ -163,7 +165,7 @@ TRAFFIC = ("step_bytes", "floor_ms", "over_floor")
 
 
 @table(
-    RUNTIME,
+    RUNTIME_PREFIX,
     of="runtime",
     heads=("Context", "$K$"),
     keys="backbone implementation method length batch budget_percent k quantity",
@@ -208,7 +210,7 @@ def _published_latencies(model: str, columns: pd.DataFrame) -> Iterator[pd.DataF
     """Yields the paper's block of a model, if it measured it; its values are not the study's."""
     for name, published_model in published.MODELS.items():
         if published_model == model:
-            results, spec = published.results(f"{RUNTIME}{name}")
+            results, spec = published.results(f"{RUNTIME_PREFIX}{name}")
             block = _latencies(results["runtime"], columns, spec, TIMES)
             yield block.assign(value=float("nan"), block="The paper, batch 1")
 
@@ -235,11 +237,13 @@ def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quan
     else:
         partial = found[found["budget_percent"].notna()].drop_duplicates("length")
         k = partial.set_index("length")["k"].map(str)
-        cells = cells.assign(grid="", block=title, row=cells["row"] + " | " + cells["row"].map(k))
+        rows = cells["row"] + " | " + cells["row"].map(k)
+        cells = cells.assign(grid="", block=title, row=rows)
     cells = with_values(cells)
     measured = cells["source"] != "" if "source" in cells else cells["value"].notna()
     fields = cells.groupby(["row", "column"], sort=False)["text"].transform(" / ".join)
-    cells = cells.assign(printed=fields.where(measured, DASH), n=cells.get("repeats"), counted="repeats")
+    printed = fields.where(measured, DASH)
+    cells = cells.assign(printed=printed, n=cells.get("repeats"), counted="repeats")
     return _with_ranges(cells)
 
 

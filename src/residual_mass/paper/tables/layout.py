@@ -56,7 +56,7 @@ class Table:
 
 
 TABLES: list[Table] = []
-RUNTIME = "runtime_"
+RUNTIME_PREFIX = "runtime_"
 """Prefix of the labels of latency tables; the backbone follows."""
 
 
@@ -72,8 +72,8 @@ def table(label: str, **facts: Any) -> Callable[[Callable[..., pd.DataFrame]], C
 
 def find(label: str) -> Table:
     """Returns the table of a label. Raises ValueError when there is none, or there are two."""
-    of_runtime = re.fullmatch(rf"{RUNTIME}[a-z0-9][a-z0-9._-]*", label)
-    name = RUNTIME if of_runtime else label
+    of_runtime = re.fullmatch(rf"{RUNTIME_PREFIX}[a-z0-9][a-z0-9._-]*", label)
+    name = RUNTIME_PREFIX if of_runtime else label
     found = [entry for entry in TABLES if entry.label == name]
     if not found:
         known = ", ".join(each.label for each in TABLES)

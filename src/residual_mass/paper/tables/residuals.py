@@ -109,13 +109,15 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
             "its texts and lengths"
         )
     lines = pd.concat(fronts, ignore_index=True)
-    lines["row"] = lines["method"].map(method_title) + lines["front"].map({1: "", 0: r"$^{\circ}$"})
+    marks = lines["front"].map({1: "", 0: r"$^{\circ}$"})
+    lines["row"] = lines["method"].map(method_title) + marks
     lines["block"] = lines["corpus"].map(text_title)
     lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
     lines["grid"] = lines["group"]
     columns = part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)
     cells = _with_sources(cross(lines, columns))
-    cells["text"] = cells["text"].mask(cells["quantity"] == "", cells["budget_percent"].map(budget_title))
+    of_budgets = cells["budget_percent"].map(budget_title)
+    cells["text"] = cells["text"].mask(cells["quantity"] == "", of_budgets)
     return cells.assign(printed=_with_brackets(cells), own=cells["front"] == 0)
 
 
@@ -148,7 +150,8 @@ def method_comparison(rows: Rows) -> pd.DataFrame:
     for metric, continuation in (
         (KL.name, FOLLOWING), (SAME_TOP.name, FOLLOWING), (FIRST_DIFFERENCES.name, DRAFT)
     ):  # fmt: skip
-        measured = forced[(forced["metric"] == metric) & (forced["continuation"] == continuation)]
+        of_metric = forced[forced["metric"] == metric]
+        measured = of_metric[of_metric["continuation"] == continuation]
         errors = errors.merge(_distances_of(measured, metric), how="left", on=ARM_ON_TEXT)
     errors = errors.merge(_training_times(rows), how="left", on=["backbone", "maps"])
     return _with_verified(with_empty_texts(errors))
@@ -195,10 +198,14 @@ def _with_sources(cells: pd.DataFrame) -> pd.DataFrame:
     unit = cells["quantity"].map(UNITS).fillna("")
     of_documents = unit == "documents"
     of_times = (cells["quantity"] == "training_seconds") & cells["value"].notna()
-    source = cells["source"].mask(of_documents, cells["kl_source"]).mask(of_times, cells["seconds_source"])
-    n = cells["packs"].where(unit == "packs", cells["documents"].where(of_documents))
-    untrained = cells["quantity"].isin(COSTS) & cells["value"].isna() & (cells["maps"] == "")
-    return cells.assign(text=cells["text"].mask(untrained, "none"), counted=unit, n=n, source=source)
+    source = cells["source"].mask(of_documents, cells["kl_source"])
+    source = source.mask(of_times, cells["seconds_source"])
+    documents = cells["documents"].where(of_documents)
+    n = cells["packs"].where(unit == "packs", documents)
+    is_cost = cells["quantity"].isin(COSTS)
+    untrained = is_cost & cells["value"].isna() & (cells["maps"] == "")
+    text = cells["text"].mask(untrained, "none")
+    return cells.assign(text=text, counted=unit, n=n, source=source)
 
 
 # ---- the Pareto front ------------------------------------------------------------------------------------------------
@@ -219,4 +226,9 @@ def _front(lines: pd.DataFrame) -> pd.DataFrame:
 
 def on_front(points: list[tuple[float, float]]) -> list[bool]:
     """Whether no other point is at most as large in both coordinates and smaller in one of them."""
-    return [not any(p != point and p[0] <= point[0] and p[1] <= point[1] for p in points) for point in points]
+    front = []
+    for point in points:
+        x, y = point
+        better = (other for other in points if other != point and other[0] <= x and other[1] <= y)
+        front.append(next(better, None) is None)
+    return front

@@ -122,7 +122,8 @@ def scores(
     cells = join_results(cells, rows["score"], absent)
     cells = with_gains(cells.assign(text=texts(cells), counted="examples"))
     higher = cells["metric"].map(lambda name: not name or METRICS[name].higher_is_better)
-    bold = best(cells, _competing(cells), [*TASK, "column"], higher)
+    competing = _competing(cells)
+    bold = best(cells, competing, [*TASK, "column"], higher)
     titles = "block" if blocks["block"].any() else "column"
     return _with_origins(cells.assign(bold=bold), titles)
 
@@ -191,7 +192,9 @@ def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
     of_right_answers = _forced(rows, show, (NLL, FIRST), GOLD)
     of_full_answers = _forced(rows, show, (KEPT,), GREEDY)
     forced = pd.concat([of_right_answers, of_full_answers]).rename(columns={"text": "benchmark"})
-    asked = [(name, length) for name in show.benchmarks for length in show.lengths_of.get(name, show.lengths)]
+    asked = []
+    for name in show.benchmarks:
+        asked += [(name, length) for length in show.lengths_of.get(name, show.lengths)]
     titles = [f"{text_title(name)} {length}" for name, length in asked]
     names = [name for name, _ in asked]
     blocks = part("block", titles, benchmark=names, length=[length for _, length in asked])
@@ -240,5 +243,7 @@ def _distance_cells(
 def _arm_rows(forced: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each method and other maps."""
     arms = forced[["method", "arm_maps"]].drop_duplicates()
-    titles = [trained_at_title(maps) if maps else method_title(name) for name, maps in arms.itertuples(index=False)]
+    titles = []
+    for name, maps in arms.itertuples(index=False):
+        titles.append(trained_at_title(maps) if maps else method_title(name))
     return arms.assign(row=titles)
