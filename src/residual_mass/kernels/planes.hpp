@@ -122,22 +122,15 @@ inline float unordered(int32_t x) {
   return load<float>(&x);
 }
 
-inline int count_from(const int32_t* x, int n, int32_t threshold) {
-  Ints found = {};
-  for (int i = 0; i < n; i += W) found -= load<Ints>(x + i) >= threshold;
-  return sum(found);
-}
-
 // The largest t of which at least k of n numbers are not below it, or the first t found of which k to `most` are not; n is
 // a multiple of W, at least k.
 inline int32_t threshold_of(const int32_t* x, int n, int k, int most) {
-  Ints least = load<Ints>(x), highest = least;
+  Ints least = load<Ints>(x), greatest = least;
   for (int i = W; i < n; i += W) {
     const Ints next = load<Ints>(x + i);
-    least = next < least ? next : least, highest = next > highest ? next : highest;
+    least = next < least ? next : least, greatest = next > greatest ? next : greatest;
   }
-  int64_t low = least[0], high = highest[0];
-  for (int i = 1; i < W; i++) low = std::min<int64_t>(low, least[i]), high = std::max<int64_t>(high, highest[i]);
+  int64_t low = lowest(least), high = highest(greatest);
   for (high++; high - low > 1;) {
     const int64_t middle = low + (high - low) / 2;
     const int found = count_from(x, n, (int32_t)middle);
@@ -153,7 +146,7 @@ struct Chosen {
 };
 
 // The k highest of n scores, 0 < k < n, the first of equal ones: their places go to `places` in ascending order, those of
-// ties that are left to `values`. n is below a multiple of W to which scores are set.
+// ties that are left to `values`. n is below a multiple of BLOCK to which scores are set.
 inline Chosen choose(const float* scores, int n, int k, int32_t* values, int32_t* places) {
   const int vectors = (n + W - 1) / W, step = std::max(1, vectors / (1536 / W));
   int sampled = 0;
@@ -164,11 +157,17 @@ inline Chosen choose(const float* scores, int n, int k, int32_t* values, int32_t
   if (step > 1 && rank < sampled / 2) bound = threshold_of(values, sampled, rank, rank + rank / 8 + 1);
   int found = 0;
   for (;; bound = INT32_MIN, found = 0) {
-    for (int i = 0; i < n; i += W)
-      found += append(places + found, lanes() + i, (ordered(load<Floats>(scores + i)) >= bound) & first_lanes(n - i));
+    const Floats least = all(unordered(bound));  // NaN for INT32_MIN: then all are found
+    for (int start = 0; start < n; start += BLOCK) {
+      Ints chosen[BLOCK / W], some = {};
+      for (int j = 0; j < BLOCK / W; j++) some |= chosen[j] = ~(load<Floats>(scores + start + j * W) < least);
+      if (!any(some)) continue;
+      for (int j = 0; j < BLOCK / W; j++)
+        found += append(places + found, lanes() + (start + j * W), chosen[j] & first_lanes(n - start - j * W));
+    }
     if (found >= k || bound == INT32_MIN) break;
   }
-  for (int i = 0; i < found; i++) values[i] = ordered(scores[places[i]]);
+  for (int i = 0; i < found && step > 1; i++) values[i] = ordered(scores[places[i]]);  // else they are all there
   store(values + found, all(INT32_MIN));
   const int padded = (found + W - 1) / W * W;
   const int32_t threshold = threshold_of(values, padded, k, k);

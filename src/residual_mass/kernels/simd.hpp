@@ -126,6 +126,24 @@ inline int32_t sum(Ints x) {
   for (int i = 0; i < W; i++) total += x[i];
   return total;
 }
+inline int32_t lowest(Ints x) {
+#if VNNI
+  return _mm512_reduce_min_epi32((__m512i)x);
+#else
+  int32_t least = x[0];
+  for (int i = 1; i < W; i++) least = x[i] < least ? x[i] : least;
+  return least;
+#endif
+}
+inline int32_t highest(Ints x) {
+#if VNNI
+  return _mm512_reduce_max_epi32((__m512i)x);
+#else
+  int32_t most = x[0];
+  for (int i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
+}
 #if defined(__AVX2__)  // else it is the same type, and so are those of the products below
 inline int32_t sum(Ints4 x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 #endif
@@ -211,6 +229,19 @@ inline int append(int32_t* to, Ints x, Ints chosen) {
   int count = 0;
   for (int i = 0; i < W; i++) to[count] = x[i], count -= chosen[i];
   return count;
+#endif
+}
+// How many of n numbers, a multiple of W, are not below a threshold.
+inline int count_from(const int32_t* x, int n, int32_t threshold) {
+#if VNNI
+  int found = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < n; i += W) found += __builtin_popcount(_mm512_cmpge_epi32_mask((__m512i)load<Ints>(x + i), _mm512_set1_epi32(threshold)));
+  return found;
+#else
+  Ints found = {};
+  for (int i = 0; i < n; i += W) found -= load<Ints>(x + i) >= threshold;
+  return sum(found);
 #endif
 }
 inline bool any(Ints chosen) {
