@@ -170,7 +170,7 @@ def _training(asked: Asked) -> Shown:
 def _runtime(asked: Asked) -> Shown:
     backbones = [asked.label.removeprefix(RUNTIME_PREFIX)]
     spec = asked.spec(backbones, lengths=asked.study.runtime.contexts)
-    return expand(paths.RUNTIME_PREFIX, backbone=backbones), spec
+    return expand(paths.RUNTIME, backbone=backbones), spec
 
 
 PARTS: dict[str, Callable[[Asked], Shown]] = {
