@@ -49,15 +49,17 @@ def random_llama(shape: str, dtype: str, device: torch.device) -> Backbone:
     return Backbone(spec, model.eval().requires_grad_(False), empty, identity=shape)
 
 
-def alternate(sides: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def alternate(
+    sides: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Returns seconds of each side per round, after one warm-up round; sides take turns, so that drift affects all."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(rounds + 1):
         for name, run in sides.items():
-            started = time.perf_counter()
+            started = clock()
             run()
             if round_:
-                seconds[name].append(time.perf_counter() - started)
+                seconds[name].append(clock() - started)
     return seconds
 
 

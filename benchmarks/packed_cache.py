@@ -152,20 +152,25 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
 
 def prompts(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[str, tuple[Prefill, Tensor]]]:
     """Yields the name of a text, the prefill of one of its prompts, and the tokens [1, T] that continue it."""
+    for name, ids, following in documents(backbone, length, options):
+        yield name, (prefill(backbone.model, [ids]), torch.tensor([following]))
+
+
+def documents(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Yields the name of a text, the tokens of one of its prompts, and up to `options.steps` that continue it."""
     for name in options.texts:
         if name == "ruler":
             data = assets_data(options.assets)
-            documents = []
             for task in RULER_TASKS:
                 for doc in build_examples(task, backbone.tokenizer, length, options.prompts, 0, data):
                     answer = " " + ", ".join(doc["outputs"])
                     ids = encode(backbone.tokenizer, f"{doc['input']} {doc.get('gen_prefix', '')}".rstrip())
-                    documents.append((ids, backbone.tokenizer(answer, add_special_tokens=False).input_ids))
+                    following = backbone.tokenizer(answer, add_special_tokens=False).input_ids
+                    yield name, ids, following[: options.steps]
         else:
             corpus = held_out_corpus(name, backbone.tokenizer, length + options.steps, 0, options.assets)
-            documents = [(ids[:length], ids[length:]) for ids in corpus.disjoint(options.prompts)]
-        for ids, following in documents:
-            yield name, (prefill(backbone.model, [ids]), torch.tensor([following[: options.steps]]))
+            for ids in corpus.disjoint(options.prompts):
+                yield name, ids[:length], ids[length:]
 
 
 def read_of(backbone: Backbone, length: int) -> tuple[Prefill, Tensor]:

@@ -64,7 +64,7 @@ def test_the_site_has_every_page() -> None:
     assert sorted(places) == sorted(pages | {"index.md", "configuration.md", "changelog.md"})
 
 
-@pytest.mark.parametrize(("page", "number"), [("methods.md", 1), pytest.param("library.md", 3, marks=needs(KERNELS))])
+@pytest.mark.parametrize(("page", "number"), [("methods.md", 1), pytest.param("library.md", 4, marks=needs(KERNELS))])
 def test_the_examples_of_a_page(
     page: str, number: int, tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
