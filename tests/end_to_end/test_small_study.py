@@ -138,6 +138,11 @@ def test_every_result_has_a_record_that_holds_and_a_second_run_makes_nothing(stu
     assert re.search(r"^total +1$", output, re.MULTILINE), f"more than verify ran\n{output}"
 
 
+def test_a_dry_run_with_nothing_left_to_do_says_what_was_found(study: Path) -> None:
+    code, output = snakemake(study, "all", "--dry-run")
+    assert code == 0 and "KL from full attention in nats (tiny, wiki at 1k, 2 % read exactly): topk " in output
+
+
 def test_every_job_has_recorded_all_that_it_read(study: Path) -> None:
     """A stage compares those of its inputs with their records that it names in its own."""
     jobs = subprocess.run([sys.executable, "tools/jobs.py"], cwd=study, stdout=subprocess.PIPE, text=True, check=True)

@@ -12,7 +12,7 @@ from samples import made, study_rows, template, written
 
 from residual_mass.metrics import budget_text, written_budget
 from residual_mass.paper import document, published
-from residual_mass.paper.frames import COUNTS, FLAGS, FLOATS, cells_csv, read_frame, typed
+from residual_mass.paper.frames import COUNTS, FLAGS, FLOATS, cells_csv, field_texts, read_frame, typed
 from residual_mass.paper.tables import find
 from residual_mass.spec.columns import FIDELITY, RESULTS
 from residual_mass.spec.specs import TableSpec
@@ -44,6 +44,19 @@ def test_numbers_are_read_exactly_and_what_is_empty_is_unknown() -> None:
     assert rows["value"].tolist()[::2] == [0.1, 1e-07] and rows["value"].isna().tolist() == [False, True, False]
     assert rows["n"].dropna().tolist() == [3, 0] and rows["bold"].tolist() == [True, False, False]
     assert rows["maps"].tolist() == ["2k", "", "1"]
+
+
+def test_a_file_has_the_digits_of_the_stage() -> None:
+    numbers = {
+        "quantity": ["kl", "bytes_per_verified_token", "step_bytes"], "value": [0.11080649, 0.26132559686945034, 4e9],
+        "ci_low": [0.06, 0.2571001901999238, None], "n": [6, None, 3], "budget_percent": [4.0, 0.5, None],
+        "gain_p_holm": [0.5, None, 1e-9], "bold": [True, False, False], "maps": ["2k", None, ""],
+    }  # fmt: skip
+    assert field_texts(typed(pd.DataFrame(numbers)), ".6g").to_dict("list") == {
+        "quantity": numbers["quantity"], "value": ["0.110806", "0.26132559686945034", "4000000000"],
+        "ci_low": ["0.06", "0.2571001901999238", ""], "n": ["6", "", "3"], "budget_percent": ["4", "0.5", ""],
+        "gain_p_holm": ["0.500000", "", "0.000000"], "bold": ["1", "", ""], "maps": ["2k", "", ""],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
