@@ -19,6 +19,7 @@ from residual_mass.paper import latex
 from residual_mass.paper.headline import headline
 from residual_mass.paper.results import load_results
 from residual_mass.paper.tables import find, middle_budget
+from residual_mass.provenance import sidecar_of
 from residual_mass.spec import paths
 from residual_mass.spec.specs import Job
 from residual_mass.study.plan import Plan
@@ -89,9 +90,10 @@ def closing_lines(plan: Plan) -> list[str]:
     if not study.fidelity.lengths or not study.fidelity.corpora:
         return [page]
     files, spec = shown_by(plan, name, "fidelity")
-    if not all(Path(file).exists() for file in files):  # removed after the page was made
-        return [page]
-    cells = find("fidelity").cells(load_results(map(Path, files)), spec)
+    results = [Path(file) for file in files]
+    if not all(result.exists() and sidecar_of(result).exists() for result in results):
+        return [page]  # removed after the page was made, or copied without records and touched
+    cells = find("fidelity").cells(load_results(results), spec)
     distances = headline(cells, KL.name, middle_budget(spec))
     methods = dict.fromkeys(("topk", "topk_phi", study.recommended))
     shown = [distances[method] for method in methods if method in distances]
