@@ -6,13 +6,11 @@ JSON object a line; what engines print goes to standard error.
 | command | answer |
 |---|---|
 | (start) | version, seconds to load and of a first short text, MiB |
-| `read`: ids, count, most | forgets all; seconds, CPU seconds and tokens up to `count`, the first after the prompt |
+| `read`: ids, count, most | forgets all; seconds, CPU seconds, `count` tokens, the first after the prompt; MiB |
 | `step`: count | the same of the next `count` tokens |
 | `save`: file | seconds to write the state to a file |
 | `turn`: ids, count, most, file | as `read`, of a longer text on the state kept, or on the one that `file` holds |
-| `memory` | MiB resident now, and at most since the start and since the first short text |
-| `nll`: ids | mean negative log probability in nats of the ids after the first: are the weights as in the file? |
-
+| `nll` | mean negative log probability in nats of the tokens of the first text: are the weights as in the file? |
 Every engine greedily decodes token ids, and no token ends a text.
 """
 
@@ -30,8 +28,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-WARM_UP = 512
-"""Tokens of the first short text, which loads code and compiles."""
 TOP = 8
 """Logits kept of each step."""
 BLOCK = 32
@@ -191,8 +187,7 @@ class ResidualMass(Transformers):
         super().__init__(options)
         self.version = f"residual_mass {residual_mass.__version__}, {self.version}"
         if options.get("bits"):
-            packed = residual_mass.pack_weights(self.model, bits=options["bits"])
-            self.model = self.model if packed is None else packed
+            residual_mass.pack_weights(self.model, bits=options["bits"])
             gc.collect()
         self.opened()  # raises ValueError without kernels
 
@@ -200,8 +195,7 @@ class ResidualMass(Transformers):
         return self.package.PackedCache(self.model, self.options["method"])
 
     def loop(self, streamer: Any) -> dict[str, Any]:
-        more = {"compile": True} if self.options.get("compile") else {}
-        settings = {"budget": self.options["budget"], "streamer": streamer, **more}
+        settings = {name: self.options[name] for name in ("budget", "compile")} | {"streamer": streamer}
         return {"custom_generate": self.package.partial_decoding(self.options["method"], **settings)}
 
     def save(self, file: str) -> None:
@@ -402,8 +396,10 @@ class Clock:
         self.tokens.append(int(token))
         if len(self.tokens) == self.wanted:
             cpu = time.process_time() - self.cpu
+            own = status()
+            memory = {"resident": own["VmRSS"], "peak": own["VmHWM"]}
             answer = {"seconds": self.seconds, "cpu": cpu, "tokens": self.tokens, "top": self.engine.logits()}
-            self.commands.answer(answer)
+            self.commands.answer(answer | {"memory": memory})
             command = self.commands.take()
             if command["do"] != "step":
                 raise Stopped(command)
@@ -440,24 +436,19 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def serve(engine: Engine, commands: Commands, loaded_peak: float) -> None:
+def serve(engine: Engine, commands: Commands, first: list[int]) -> None:
     """Does what the commands ask until `end`."""
     command = commands.take()
     while command["do"] != "end":
         if command["do"] in ("read", "turn"):
             command = text(engine, commands, command)
             continue
-        if command["do"] == "memory":
-            own = status()
-            commands.answer(
-                {"resident": own["VmRSS"], "peak": own["VmHWM"], "peak_of_all": max(loaded_peak, own["VmHWM"])}
-            )
-        elif command["do"] == "save":
+        if command["do"] == "save":
             started = time.perf_counter()
             engine.save(command["file"])
             commands.answer({"seconds": time.perf_counter() - started})
-        elif command["do"] == "nll":
-            commands.answer({"nll": engine.nll(command["ids"])})
+        else:
+            commands.answer({"nll": engine.nll(first)})
         command = commands.take()
 
 
@@ -482,7 +473,7 @@ def main() -> None:
         started = time.perf_counter()
         engine = ENGINES[options["engine"]](options)
         loaded = time.perf_counter()
-        engine.generate(options["first"][:WARM_UP], 4, int)
+        engine.generate(options["first"], 4, int)
         engine.clear()
         engine.logits()
         warm = time.perf_counter()
@@ -491,7 +482,7 @@ def main() -> None:
         memory = {"libraries": engine.libraries, "resident": before["VmRSS"], "peak_of_loading": before["VmHWM"]}
         about = {"load_seconds": loaded - started, "first_seconds": warm - loaded, **memory}
         commands.answer({"version": engine.version, **about})
-        serve(engine, commands, before["VmHWM"])
+        serve(engine, commands, options["first"])
     except (ImportError, Lacking) as reason:
         commands.answer({"lacking": str(reason)})
     except Exception as error:

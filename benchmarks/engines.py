@@ -5,8 +5,8 @@ them). A side has a process of its own for each number of threads and each lengt
 same prompt, and take turns: in each round every side decodes some tokens. Prompts of up to `--reread` tokens are read
 anew in each round; a longer one is read once, and its text goes on.
 
-Results are added to `--out` as soon as a side ends. A side that has them at this length and number of threads is left
-out unless `--again` is given: a run may be stopped, resumed, or split by `--sides`, `--lengths` and `--threads`.
+Results are added to `--out` after every turn. A side that has them at this length and number of threads is left out
+unless `--again` is given: a run may be stopped, resumed, or split by `--sides`, `--lengths` and `--threads`.
 `python tools/measured.py .` fills the tables of docs/measured/decode_cpu.md from the file.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import inspect
 import json
 import os
 import platform
@@ -32,7 +31,6 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-import residual_mass
 from residual_mass.files import read_json, write_json
 from residual_mass.texts.assets import SMOLLM2, model_folder
 
@@ -40,8 +38,8 @@ METHODS = {"full": ("full", None), "cache8": ("cache8", 0.02)} | {
     f"scan{percent}": ("scan4_regression_64", percent / 100) for percent in (2, 4)
 }
 WEIGHTS: dict[str, dict[str, Any]] = {
-    "float32": {},
-    "int4": {"bits": 4},
+    "float32": {"compile": False},
+    "int4": {"bits": 4, "compile": False},
     "int4-compiled": {"bits": 4, "compile": True},
     "int8-compiled": {"bits": 8, "compile": True},
 }
@@ -67,8 +65,8 @@ ANSWER = 100
 """Tokens of an answer before the second turn."""
 TURN = 200
 """New tokens of the second turn."""
-FIRST = 1024
-"""Tokens of the text by which every side is tried."""
+FIRST = 512
+"""Tokens of a first text, which makes an engine load its code and compile, and shows whether its weights are right."""
 MEMORY = 3.0
 """GiB that must be free before another process starts."""
 HERE = Path(__file__).resolve().parent
@@ -117,12 +115,13 @@ def main() -> None:
     stored = read_json(out) if out.exists() else {"sides": []}
     stored["machine"] = machine()
     tokens = prompt(options, max(options.lengths) + TURN)
-    names = chosen(options.sides)
+    names = [name for name in SIDES if any(fnmatch.fnmatch(name, pattern) for pattern in options.sides)]
     places = [(threads, length) for threads in options.threads for length in options.lengths]
     clock = Progress([(length, len(names)) for _, length in places], options)
     for threads, length in places:
         kind = "turns" if options.second_turn else "steps"
-        done = set() if options.again else {place_of(each) for each in stored["sides"] if each.get(kind)}
+        wanted = 1 if options.second_turn else options.rounds
+        done = set() if options.again else {place_of(each) for each in stored["sides"] if len(each[kind]) >= wanted}
         left = [name for name in names if (name, threads, length) not in done]
         while left:
             with contextlib.ExitStack() as stack:
@@ -135,10 +134,8 @@ def main() -> None:
                     else:
                         clock.passed(length)
                 measure = second_turn if options.second_turn else measure_steps
-                measure(running, tokens, length, options, clock)
-                for side in running:
-                    merge(stored["sides"], side.found, kind)
-                    write_json(out, stored)
+                measure(running, tokens, length, options, clock, stored)
+                stored = store(out, stored, running, kind)
     print(f"{out}")
 
 
@@ -158,23 +155,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--second-turn", action="store_true", help=f"seconds of a second turn of {TURN} tokens instead")
     parser.add_argument("--again", action="store_true", help="also what the file has; rounds are added to it")
     return parser.parse_args()
-
-
-def chosen(patterns: list[str]) -> list[str]:
-    """Returns the names of the sides that are asked for and exist in this version; prints which do not."""
-    names = [name for name in SIDES if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
-    compiles = "compile" in inspect.signature(residual_mass.partial_decoding).parameters
-    lacking = {
-        "pack_weights": [
-            name for name in names if SIDES[name].get("bits") and not hasattr(residual_mass, "pack_weights")
-        ],
-        "compiled step": [name for name in names if SIDES[name].get("compile") and not compiles],
-    }
-    for what, without in lacking.items():
-        if without:
-            print(f"left out, because this version has no {what}: {', '.join(without)}")
-    left_out = {name for without in lacking.values() for name in without}
-    return [name for name in names if name not in left_out]
 
 
 class Progress:
@@ -216,10 +196,10 @@ def started(
     python = Path(sys.executable) if own else options.engines / "bin" / "python"
     given = SIDES[name] | {
         "threads": threads,
-        "first": tokens[:FIRST],
+        "first": tokens[-FIRST:],
         "model": str(options.assets / model_folder(SMOLLM2)),
         "gguf": str(gguf(options.engines)),
-        "room": length + max(options.rounds * options.tokens, ANSWER + TURN) + 64,
+        "room": max(length, FIRST) + max(options.rounds * options.tokens, ANSWER + TURN) + 64,
         "turns": options.second_turn,
     }
     environment = os.environ | {
@@ -248,7 +228,12 @@ def started(
 
 
 def measure_steps(
-    sides: list[Side], tokens: list[int], length: int, options: argparse.Namespace, clock: Progress
+    sides: list[Side],
+    tokens: list[int],
+    length: int,
+    options: argparse.Namespace,
+    clock: Progress,
+    stored: dict[str, Any],
 ) -> None:
     """Reads the prompt and decodes by all sides in turn, and stores what was found in the sides."""
     most = options.rounds * options.tokens
@@ -266,6 +251,7 @@ def measure_steps(
                 sides.remove(side)
                 continue
             side.found["steps"].append(kept(steps) | {"fresh": fresh})
+            side.found["memory"] = steps["memory"]
             if fresh:
                 own = [*written, *steps["tokens"]]
                 if len(own) > len(side.found.get("tokens", [])):
@@ -279,14 +265,18 @@ def measure_steps(
             load = f"(load {steps['load']:.1f}, others {steps['others']:.1f})"
             shown = f"{read}step {1e3 * middle:6.1f} ms, fastest {1e3 * least:6.1f} {load}"
             clock.print(side, shown, 1 / options.rounds)
-    for side in sides:
-        side.found["memory"] = side.ask(do="memory")
-        if length == min(options.lengths):
-            side.found["nll"] = side.ask(do="nll", ids=tokens[: min(length, FIRST)])["nll"]
+            store(options.out, stored, sides, "steps")
+    for side in sides:  # last, because engines keep the memory that it takes
+        side.found["nll"] = side.ask(do="nll")["nll"]
 
 
 def second_turn(
-    sides: list[Side], tokens: list[int], length: int, options: argparse.Namespace, clock: Progress
+    sides: list[Side],
+    tokens: list[int],
+    length: int,
+    options: argparse.Namespace,
+    clock: Progress,
+    stored: dict[str, Any],
 ) -> None:
     """Reads the prompt, answers, and reads new tokens on the state kept, and on one from a file where there is one."""
     following = tokens[length : length + TURN]
@@ -314,11 +304,22 @@ def second_turn(
         from_file = f", from a file {turn['loaded']:.2f} s" if saved else ""
         shown = f"first token {turn['first_token']:.2f} s, of turn two {turn['kept']:.2f} s{from_file}"
         clock.print(side, shown, 1.0)
+        store(options.out, stored, sides, "turns")
 
 
 def kept(answer: dict[str, Any]) -> dict[str, Any]:
     """Returns what of a timed answer is stored."""
     return {name: answer[name] for name in ("seconds", "cpu", "others", "load")}
+
+
+def store(out: Path, stored: dict[str, Any], sides: list[Side], kind: str) -> dict[str, Any]:
+    """Writes what is stored with what running sides have found; returns it."""
+    entries = list(stored["sides"])
+    for side in sides:
+        if side.found[kind]:
+            merge(entries, side.found, kind)
+    write_json(out, stored | {"sides": entries})
+    return stored | {"sides": entries}
 
 
 def merge(stored: list[dict[str, Any]], found: dict[str, Any], kind: str) -> None:
@@ -340,14 +341,14 @@ def place_of(entry: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def prompt(options: argparse.Namespace, count: int) -> list[int]:
-    """Returns the first token ids of the books."""
+    """Returns the first token ids of the books, but for those of the first text, which are at the end."""
     tokenizer = AutoTokenizer.from_pretrained(options.assets / model_folder(SMOLLM2), local_files_only=True)
     (book,) = (options.assets / "corpora" / "books").glob("*.txt")
-    text = book.read_text(encoding="utf-8")[: 8 * count]
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids[:count]
-    if len(ids) < count:
+    text = book.read_text(encoding="utf-8")[: 8 * (FIRST + count)]
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids[: FIRST + count]
+    if len(ids) < FIRST + count:
         raise SystemExit(f"{book} has only {len(ids)} tokens; give --lengths below")
-    return ids
+    return ids[FIRST:] + ids[:FIRST]
 
 
 def gguf(engines: Path) -> Path:

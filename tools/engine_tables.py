@@ -132,6 +132,18 @@ def rounds_by_place(entries: list[dict[str, Any]]) -> dict[tuple[int, int], list
     return found
 
 
+def engines_start(folder: Path) -> str:
+    """Seconds to load the weights, and of a first short text, which compiles; the least of all processes."""
+    entries = [one.entry for one in timed(folder).values()]
+    lines = []
+    for name in TITLES:
+        abouts = [entry["about"] for entry in entries if entry["side"] == name]
+        if abouts:
+            least = (min(about[key] for about in abouts) for key in ("load_seconds", "first_seconds"))
+            lines.append([TITLES[name], *(f"{seconds:.1f}" for seconds in least)])
+    return markdown(["side", "to load", "first text"], lines)
+
+
 def engines_prompt(folder: Path) -> str:
     """Seconds to the first token, the least of all rounds."""
     return by_length(timed(folder), lambda one: f"{first_token(one):.3g}")
@@ -271,7 +283,7 @@ def engines_turns(folder: Path) -> str:
 TABLES = {
     make.__name__: make
     for make in (
-        engines_about, engines_prompt, engines_step, engines_memory, engines_answer, engines_ratios, engines_outputs,
-        engines_turns,
+        engines_about, engines_start, engines_prompt, engines_step, engines_memory, engines_answer, engines_ratios,
+        engines_outputs, engines_turns,
     )
 }  # fmt: skip
