@@ -190,6 +190,37 @@ class Linear8(PackedLinear):
         return f"{super().extra_repr()}, bits=8"
 
 
+class PackedEmbedding(nn.Module):
+    """An embedding that reads the rows of the head to which it was tied.
+
+    Args:
+        head: its codes and scales stay those of the head.
+        padding_idx: as in `nn.Embedding`; it matters for gradients alone.
+    """
+
+    like: Tensor
+    """No numbers, in the dtype that is returned."""
+
+    def __init__(self, head: Linear8, padding_idx: int | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._head = [head]  # in a list, so that it is no module of this one, too
+        self.num_embeddings = head.out_features
+        self.embedding_dim = head.in_features
+        self.padding_idx = padding_idx
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the vectors [..., K] of ids [...]."""
+        head = self._head[0]
+        codes = head.codes[ids][..., : self.embedding_dim]
+        return codes.to(self.like.dtype) * head.scales[ids].to(self.like.dtype).unsqueeze(-1)
+
+    @property
+    def weight(self) -> Tensor:
+        """The embedding [N, K], made anew; it can neither be set nor be tied."""
+        return self._head[0].dequantised(self.like.dtype)
+
+
 def widened(weight: Tensor, multiple: int) -> Tensor:
     """Repeats the last column of a weight [N, K] up to a multiple; inputs are 0 there."""
     more = -weight.shape[1] % multiple
@@ -249,8 +280,8 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreT
 
     What is not packed is then in bfloat16 if the CPU has instructions for it, with the exceptions that transformers
     makes, as if the model had been loaded in bfloat16; a model in float64 stays in float64. Embeddings, routers,
-    experts that are held in one tensor, and linear layers with hooks or of a class of their own are not packed. A head
-    that is tied to the embedding gets a copy of its own in 8 bits.
+    experts that are held in one tensor, and linear layers with hooks or of a class of their own are not packed, but a
+    plain embedding that is tied to the head reads the rows of the head.
 
     Args:
         bits: 4 or 8.
@@ -270,6 +301,8 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreT
         raise ValueError(f"group is {group!r}, not one of {', '.join(map(str, GROUPS))}")
     require_packable(model)
     head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    shared = head is not None and type(embedding) is nn.Embedding and head.weight is embedding.weight
     places = places_of(model)
     if bits == 4:
         layout_here()
@@ -285,7 +318,10 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreT
             new = Linear4(weight, layer.bias, group)
         for name in names:
             model.set_submodule(name, new.eval())
-    share = 1 - bytes_of(module for module in model.modules() if not isinstance(module, PackedLinear)) / before
+        if layer is head and shared:
+            model.set_input_embeddings(PackedEmbedding(new, embedding.padding_idx, weight.dtype).eval())
+    left = (module for module in model.modules() if not isinstance(module, PackedLinear))
+    share = 1 - bytes_of(left) / before
     if has_bfloat16():
         convert_rest(model)
     for name in LATER:
@@ -354,6 +390,9 @@ def convert_rest(model: PreTrainedModel) -> None:
     Buffers stay as they are: transformers computes rotary frequencies in float32.
     """
     wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for module in model.modules():
+        if isinstance(module, PackedEmbedding) and module.like.dtype != torch.float64:
+            module.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, 
 
 from residual_mass import pack_weights, partial_generate
 from residual_mass.model import packed_weights
-from residual_mass.model.packed_weights import GROUPS, Linear4, Linear8, PackedLinear
+from residual_mass.model.packed_weights import GROUPS, Linear4, Linear8, PackedEmbedding, PackedLinear
 from residual_mass.model.weight_codes import codes_of_4_bits
 
 BF16 = 2.0**-8
@@ -237,6 +237,9 @@ def with_weights_of(model: PreTrainedModel, packed: PreTrainedModel) -> PreTrain
             plain = model.get_submodule(name)
             weight = layer.dequantised(torch.float64)
             plain.weight = nn.Parameter(weight if isinstance(plain, nn.Linear) else weight.T)
+    shared = packed.get_input_embeddings()
+    if isinstance(shared, PackedEmbedding):
+        model.get_input_embeddings().weight = nn.Parameter(shared.weight)
     return model
 
 
@@ -292,8 +295,11 @@ def test_the_head_gets_8_bits_and_a_weight_of_its_own() -> None:
     assert isinstance(model.lm_head, Linear8) and not model.config.tie_word_embeddings
     head = by_hand(model.lm_head)
     torch.testing.assert_close(head, embedding.double(), rtol=0, atol=float(embedding.abs().max()) / 200)
-    kept = model.get_input_embeddings().weight
-    assert torch.equal(kept, embedding.to(kept.dtype))
+    shared = model.get_input_embeddings()
+    assert isinstance(shared, PackedEmbedding) and not list(shared.parameters())
+    ids = ids_of(12)
+    torch.testing.assert_close(shared(ids).double(), head[ids], rtol=4 * BF16, atol=0)
+    torch.testing.assert_close(copy.deepcopy(model).float().get_input_embeddings()(ids), head[ids].float())
     assert model.packed_weights.startswith("15 linear layers in 4 bits in groups of 32 (head: 8), ")
     assert " nan" not in model.packed_weights
 
