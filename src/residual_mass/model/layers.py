@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -170,7 +171,8 @@ def device_of(model: PreTrainedModel) -> torch.device:
         for each in (hook, *getattr(hook, "hooks", ())):
             if getattr(each, "execution_device", None) is not None:
                 return torch.device(each.execution_device)
-    device = next(embedding.parameters()).device
+    tensors = itertools.chain(embedding.parameters(), embedding.buffers())
+    device = next(tensors).device
     if device.type == "meta":
         raise ValueError(
             f"{type(model).__name__} has no weights, because it is on the meta device: load them with from_pretrained"

@@ -300,6 +300,10 @@ def test_the_head_gets_8_bits_and_a_weight_of_its_own() -> None:
     ids = ids_of(12)
     torch.testing.assert_close(shared(ids).double(), head[ids], rtol=4 * BF16, atol=0)
     torch.testing.assert_close(copy.deepcopy(model).float().get_input_embeddings()(ids), head[ids].float())
+    texts = {
+        method: partial_generate(model, ids, max_new_tokens=4, method=method, budget=1.0) for method in ("topk", "full")
+    }
+    assert torch.equal(texts["topk"], texts["full"])
     assert model.packed_weights.startswith("15 linear layers in 4 bits in groups of 32 (head: 8), ")
     assert " nan" not in model.packed_weights
 
