@@ -108,7 +108,8 @@ def test_the_library_works_beside_its_dependencies_alone(wheel: Path, tmp_path: 
     ("extra", "code"),
     [
         ("lm-eval", "import residual_mass.lm_eval, lm_eval.api.registry as known; known.get_model('partial_kv')"),
-        ("measure", "import gguf, accelerate, residual_mass.cli, residual_mass.measure.distances"),
+        ("measure", "import gguf, accelerate, residual_mass.cli, residual_mass.measure.page"),
+        ("serve", "import residual_mass.serve.server"),
     ],
 )
 def test_an_extra_brings_what_its_part_needs(extra: str, code: str, wheel: Path, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_the_wheel_holds_kernels_for_any_python(wheel: Path) -> None:
 def test_the_wheel_holds_the_marker_of_types_and_the_data(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "residual_mass/py.typed" in names
-    for pattern in ("*.csv", "*.txt"):
+    for pattern in ("*.csv", "*.txt", "*.j2"):
         for file in (ROOT / "src").rglob(pattern):
             if ".egg-info" not in str(file):
                 assert file.relative_to(ROOT / "src").as_posix() in names

@@ -10,21 +10,26 @@ from pathlib import Path
 
 from residual_mass.measure.names import distinct, plain, require_utf8, title_of
 from residual_mass.methods.arms import percent_written
+from residual_mass.methods.served import FEWEST_BYTES, READ_WHOLE, RECOMMENDED
+from residual_mass.metrics import written_budget
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.texts import ASSETS
 
-METHODS = ("topk", "topk_moments", "scan4_regression_64", "scan3_regression_32")
-"""Default of `--methods`, from many bytes a step to few; they need no training."""
-TIMED, LENGTHS = ("cache8", "scan4_regression_64"), ("1k", "4k", "16k", "32k")
-"""Defaults of `--latency`: methods, in addition to full attention, and lengths."""
 BASELINE = "topk"
 """Method whose KL divides that of the others."""
+METHODS = (BASELINE, "topk_moments", READ_WHOLE, RECOMMENDED, FEWEST_BYTES)
+"""Default of `--methods`, from many bytes a step to few; they need no training. On a CPU the kernels serve two of them,
+on a GPU the first two.
+"""
+TIMED, LENGTHS = (READ_WHOLE, RECOMMENDED), ("1k", "4k", "16k", "32k")
+"""Defaults of `--latency`: methods, in addition to full attention, and lengths."""
 EMBEDDED = "smol"
 """Name of the model that comes with the pinned wheels."""
 DEFAULT_TEXTS = ("wiki", "code")
 TEXT = (
     "How much of the key-value cache may a model leave unread on these texts before its next token changes? Measures "
-    "methods and budgets against full attention, and recommends the cheapest that stays below a distance."
+    "methods and budgets against full attention, and recommends the one whose step is fastest on this machine among "
+    "those that stay below a distance."
 )
 
 
@@ -44,6 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the prompt that is read exactly, in percent (default: 2 4 8)")  # fmt: skip
     add("--target-kl", type=float, default=0.01, metavar="NATS",
         help="largest acceptable mean KL(full || method) of the next token (default: %(default)s)")  # fmt: skip
+    add("--weights", type=int, choices=(4, 8), metavar="BITS",
+        help="pack the weights in 4 or 8 bits first, on a CPU; what that costs is measured apart")  # fmt: skip
+    add("--compile", action="store_true",
+        help="time methods' steps as one compiled graph, on a CPU; the first takes up to a minute or two")  # fmt: skip
     add("--latency", nargs="*", metavar="TOKENS",
         help="time decode steps at these lengths instead, on random keys (default: 1k 4k 16k 32k)")  # fmt: skip
     add("--special-tokens", action="store_true",
@@ -69,6 +78,8 @@ class Arguments:
     methods: tuple[str, ...]
     budgets: tuple[float, ...]
     target_kl: float
+    weights: int | None
+    compile: bool
     latency: tuple[str, ...] | None
     special_tokens: bool
     phi: Path | None
@@ -102,7 +113,8 @@ class Arguments:
             except ValueError as error:
                 raise ValueError(f"--latency: {error}") from None
             given["methods"] = tuple(dict.fromkeys(options.methods or TIMED))
-        given["budgets"] = tuple(dict.fromkeys(map(percent_written, options.budgets)))
+        # As result files write them: rows are joined by budget.
+        given["budgets"] = tuple(dict.fromkeys(written_budget(percent_written(text)) for text in options.budgets))
         return cls(**given)
 
     @property

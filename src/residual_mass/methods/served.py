@@ -11,6 +11,14 @@ from residual_mass.methods.interface import Method, TopK
 from residual_mass.methods.residuals import Moments, QuantisedValues, ScanRegression
 from residual_mass.methods.selectors import CacheOnly, QuantisedScan
 
+RECOMMENDED = "scan4_regression_64"
+"""The method to start with: of those that select tokens, the one with compiled steps that is nearest to full attention
+for its bytes. `residual-mass measure`, README.md and docs/methods.md take the name from here or are tested against it.
+"""
+FEWEST_BYTES = "scan3_regression_32"
+"""The method that reads the fewest bytes at high accuracy; torch alone serves it, which saves no time."""
+READ_WHOLE = "cache8"
+"""The quantised cache that a step reads whole: what a method that selects tokens has to beat."""
 BLOCK = 64
 """Tokens of a block of a packed cache, which share the scales of keys."""
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
 
 import pandas as pd
 import pytest
@@ -33,9 +32,12 @@ from residual_mass.decode.session import partial_kv
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json
 from residual_mass.measure import command
+from residual_mass.measure.answer import answer
 from residual_mass.measure.arguments import Arguments, add_arguments
-from residual_mass.measure.distances import Measured, find_model, measure
-from residual_mass.measure.documents import Text, read_texts, windows
+from residual_mass.measure.choice import fewest_bytes
+from residual_mass.measure.distances import Measured, measure
+from residual_mass.measure.documents import read_texts, windows
+from residual_mass.measure.models import find_model
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.model.loading import backbone_identity, load_backbone, wrap_model
 from residual_mass.model.phi_maps import PhiMaps
@@ -45,6 +47,7 @@ from residual_mass.spec.settings import AnchorSpec, MapSpec
 from residual_mass.spec.specs import BackboneSpec, FidelitySpec, ForceSpec
 
 METHODS = ("topk", "topk_moments", "scan4_regression_64")
+TORCH = dict.fromkeys(("topk", "topk_moments"), "torch")
 ARMS = (ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS for budget in (10.0, 20.0)))
 
 
@@ -58,6 +61,13 @@ def parsed(*arguments: str) -> Arguments:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return Arguments.of(parser.parse_args(arguments))
+
+
+def written(found: Measured) -> tuple[dict[str, Path], str]:
+    """The files of an answer by name, and its text."""
+    said = answer(found)
+    text = command.printed(found, said)
+    return {path.name: path for path in command.write(found, said, text)}, text
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +123,7 @@ def test_the_numbers_are_those_of_a_study(
         expected = bytes_per_verified_token(row.read, differences / drafted, 5)[0]
         assert row.verified == pytest.approx(expected) and row.verified_low <= row.verified <= row.verified_high
     assert (table["verified_low"] < table["verified_high"]).any()
-    assert set(found.seconds) == {"full", *METHODS} and min(found.seconds.values()) > 0
+    assert (table["seconds"] > 0).all() and found.times.full.seconds > 0 and set(table["backend"]) == {"torch"}
 
 
 def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,26 +142,29 @@ def test_an_interrupted_run_goes_on_and_ends_alike(asked: Arguments, monkeypatch
     found = measure(asked)
     facts = read_json(found.folder / "forced.parquet.meta.json")
     assert facts["rows"] - facts["rows_computed"] == sum(calls) > 0
-    pd.testing.assert_frame_equal(found.table, expected.table)
+    pd.testing.assert_frame_equal(found.table.drop(columns="seconds"), expected.table.drop(columns="seconds"))
 
 
 def test_an_answer_is_written_and_not_overwritten_by_another(asked: Arguments) -> None:
+    """No fast step serves heads of 16 channels: the answer begins with that, and shows what reads the fewest bytes."""
     found = measure(replace(asked, target_kl=100.0))
-    best = command.recommended(found)
-    assert best is not None
-    paths = command.write(found, text := command.printed(found))
-    assert f'method="{best.method}", budget={best.budget_percent / 100:g}' in text == paths[2].read_text()
-    assert "Limits of this answer" in text and paths[1].stat().st_size > 10_000
-    table = pd.read_csv(paths[0])
+    paths, text = written(found)
+    said = answer(found)
+    assert not found.table["recommended"].any()
+    assert said.lead.startswith("Nothing is faster here than full attention: torch alone serves these methods (the ker")
+    fewest = fewest_bytes(found.table, 100.0)
+    assert dict(said.facts)["fewest bytes"].startswith(f"{fewest.method} at {fewest.budget_percent:g} % reads ")
+    assert "by torch only, no faster here" in dict(said.facts)["fewest bytes"]
+    assert f'with partial_kv(model, method="{fewest.method}", budget={fewest.budget_percent / 100:g}):' in text
+    assert "Limits of this answer" in text and paths["measured.png"].stat().st_size > 10_000
+    table = pd.read_csv(paths["measured.csv"])
     assert table.groupby(["text", "method", "budget_percent"]).ngroups == len(table) == 12
-    chosen = table[table["recommended"] == 1]
-    assert set(zip(chosen["method"], chosen["budget_percent"], strict=True)) == {(best.method, best.budget_percent)}
     for row in table.itertuples():
         assert f"{row.kl:.2g}" in text and f"{row.kl_over_topk:.2g}" in text
-    before = {path: path.read_bytes() for path in paths}
-    other = command.write(measure(replace(asked, target_kl=50.0)), "")
-    assert other[0].parent.name == f"{found.folder.name}-2"
-    assert {path: path.read_bytes() for path in paths} == before
+    before = {path: path.read_bytes() for path in paths.values()}
+    other, _ = written(measure(replace(asked, target_kl=50.0)))
+    assert other["measured.csv"].parent.name == f"{found.folder.name}-2"
+    assert {path: path.read_bytes() for path in paths.values()} == before
     assert measure(replace(asked, target_kl=100.0)).folder == found.folder
 
 
@@ -207,44 +220,6 @@ def test_a_first_argument_that_is_a_file_is_a_text(tmp_path: Path, monkeypatch: 
     assert parsed("code").texts == ("code",)
 
 
-def measured(rows: list[tuple[str, str, float, float]], documents: int = 16) -> Measured:
-    """An answer to (text, method, share of bytes, upper end of the interval), all at 2 %."""
-    table = pd.DataFrame(rows, columns=["text", "method", "read", "ci_high"])
-    table = table.assign(
-        budget_percent=2.0, kl=table["ci_high"].fillna(1) / 2, ci_low=table["ci_high"] / 4, kl_over_topk=0.5, kept=1.2,
-        kl_tail=1.0, same_top=0.9, verified=table["read"] + 0.1, verified_high=0.8,
-    )  # fmt: skip
-    asked = parsed("m", "--target-kl", "0.01", "--documents", "16", "--methods", *dict.fromkeys(table["method"]))
-    names = list(dict.fromkeys(table["text"]))
-    texts = [Text(name, [[0]] * documents, documents) for name in names]
-    seconds = dict.fromkeys(("full", *asked.methods), 0.1) | {"topk_moments": 0.2}
-    return Measured(asked, "m, prompts of 1k", Path("f"), {}, texts, table, "largest", seconds)
-
-
-def test_the_cheapest_that_meets_the_target_on_every_text_is_recommended() -> None:
-    found = measured(
-        [
-            ("a", "topk", 0.2, 0.005), ("b", "topk", 0.2, 0.02), ("a", "topk_moments", 0.3, 0.01),
-            ("b", "topk_moments", 0.5, 0.009), ("a", "scan4", 0.5, 0.001), ("b", "scan4", 0.6, 0.001),
-        ]
-    )  # fmt: skip
-    best = command.recommended(found)
-    assert best is not None and (best.method, best.high) == ("topk_moments", 0.01) and best.read == pytest.approx(0.4)
-    text = command.verdict(found)
-    assert "topk with 2 % drafts" in command.verified(found) and "a token reads 30 %" in command.verified(found)
-    assert "intervals end at 80 %" in command.verified(found)
-    assert all(part in text for part in ("reads 40 %", "every text", "at most 0.5 of topk's", "slower on this machine"))
-
-
-def test_where_none_meets_the_target_nothing_is_recommended() -> None:
-    for ends, documents, answer in (
-        ([0.5, 0.02], 16, "None of the methods.* nearest is topk_moments"),
-        ([float("nan")], 1, "single document"),
-    ):
-        found = measured([("a", method, 0.2, end) for method, end in zip(METHODS, ends, strict=False)], documents)
-        assert command.recommended(found) is None and re.search(answer, command.printed(found))
-
-
 WRONG = {
     "no such model": (["{tmp}/none", "{text}"], "none: no such file or folder, and no name on the hub"),
     "a model without its owner": (["gpt2", "{text}"], "gpt2: no such file .* OWNER/NAME"),
@@ -290,7 +265,7 @@ def test_bad_input_is_told_in_one_line(
     assert not list((tmp_path / "out").rglob("measured.*"))
 
 
-@pytest.mark.parametrize("package", ["pandas", "gguf", "matplotlib"])
+@pytest.mark.parametrize("package", ["pandas", "gguf", "jinja2", "matplotlib"])
 def test_a_missing_package_names_the_extra(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "residual_mass.measure.distances")
@@ -331,7 +306,7 @@ def test_a_model_is_fetched_once(
     hub: SmallHub, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     measure_from_the_hub("someone/open", tmp_path)
-    assert capsys.readouterr().out.startswith("open, prompts of 128 tokens")
+    assert capsys.readouterr().out.startswith("open, prompts of 128 tokens: which step is the fastest here within 0.01")
     fetched = [*hub.fetched]
     assert "someone/open/model.safetensors" in fetched and len(set(fetched)) == len(fetched)
     with caplog.at_level(logging.INFO):
@@ -378,23 +353,6 @@ def test_layers_with_a_window_stay_exact(tmp_path: Path) -> None:
 
 
 @needs(KERNELS)
-def test_a_method_with_kernels_is_timed_and_offered_with_them(tmp_path: Path) -> None:
-    options = "--length 1k --budgets 25 --methods scan4_regression_64 --target-kl 100"
-    found = measure(on_a_text(model := tiny_llama(width=64), tmp_path, *options.split()))
-    assert found.packed == ("scan4_regression_64",) and found.seconds["scan4_regression_64"] > 0
-    text = command.printed(found)
-    assert 'custom_generate=partial_decoding(method="scan4_regression_64", budget=0.25)' in text
-    assert "3 documents come from one file." in text
-    for packed in (found.packed, ()):
-        names = {"model": model, "inputs": {"input_ids": torch.ones(1, 30, dtype=torch.long), "max_new_tokens": 3}}
-        exec(dedent(command.verdict(replace(found, packed=packed)).partition("\n\n")[2]), names)
-        assert names["output"].shape == (1, 33)
-    assert "no fast step" not in text and "Below some 8,000 tokens cache8" in text
-    long = replace(found, args=replace(found.args, length="16k"))
-    assert not any("cache8" in line for line in command.limits(long))
-
-
-@needs(KERNELS)
 def test_numbers_of_a_method_with_kernels_are_those_of_its_packed_cache(tmp_path: Path) -> None:
     """KL, bytes read and kept, decoded here step by step from a `PackedCache`: not those of the method in torch. One
     query code that rounds to the other side changes a mean KL by less than a hundredth.
@@ -402,9 +360,11 @@ def test_numbers_of_a_method_with_kernels_are_those_of_its_packed_cache(tmp_path
     options = "--length 200 --budgets 10 30 --methods cache8 scan4_regression_64 topk_moments"
     asked = on_a_text(tiny_llama(width=64), tmp_path, *options.split())
     found = measure(asked)
-    assert found.packed == ("cache8", "scan4_regression_64") == tuple(found.settings["packed"])
+    packed = ("cache8", "scan4_regression_64")
+    assert found.served.packed == packed and found.settings["served"] == {**dict.fromkeys(packed, "packed"), **TORCH}
     model = load_backbone(find_model(asked.model, asked.assets, torch.device("cpu")), asked.assets).model
-    for row in found.table[found.table["method"].isin(found.packed)].itertuples():
+    assert len(found.table) == 1 + 2 + 2 * 2, "a cache that is read whole has no budgets"
+    for row in found.table[found.table["method"].isin(packed)].itertuples():
         kls = {"packed": [], "torch": []}
         for sequence in found.texts[0].sequences:
             ids, prompt = torch.tensor([sequence]), torch.tensor([sequence[:200]])
@@ -469,11 +429,11 @@ def test_prompts_of_few_tokens(length: str, tmp_path: Path) -> None:
     asked = on_a_text(tiny_llama(layers=1), tmp_path, *options.split())
     found = measure(replace(asked, tokens=1))
     assert found.table["kl"].tolist() == pytest.approx([0] * 4, abs=1e-6)
-    assert found.table["kl_over_topk"].isna().all() and command.recommended(found) is None
-    text = command.printed(found)
-    assert "Nothing is recommended: what stays below 0.01 nats reads no fewer bytes than full attention." in text
+    assert found.table["kl_over_topk"].isna().all() and not found.table["recommended"].any()
+    paths, text = written(found)
+    assert "Nothing is recommended: what stays below 0.01 nats reads no fewer bytes" in text
     assert "nan" not in text.lower() and " - " in text
-    assert [file.exists() for file in command.write(found, text)] == [True] * 4
+    assert [file.exists() for file in paths.values()] == [True] * 5
 
 
 def test_a_budget_of_everything_has_no_ratio(tmp_path: Path) -> None:
@@ -481,10 +441,11 @@ def test_a_budget_of_everything_has_no_ratio(tmp_path: Path) -> None:
     found = measure(on_a_text(tiny_llama(), tmp_path, *options.split()))
     ratio = found.table.set_index(["method", "budget_percent"])["kl_over_topk"]
     assert ratio["topk", 25] == 1 and ratio["topk_moments", 25] > 0 and ratio[:, 100].isna().all()
-    best = command.recommended(found)
-    assert best is not None and best.budget_percent == 25 and "nan" not in command.printed(found).lower()
-    paths = command.write(found, "")
-    assert pd.read_csv(paths[0], keep_default_na=False).query("budget_percent == 100")["kl_over_topk"].eq("").all()
+    best = fewest_bytes(found.table, 100.0)
+    paths, text = written(found)
+    assert best is not None and best.budget_percent == 25 and "nan" not in text.lower()
+    table = pd.read_csv(paths["measured.csv"], keep_default_na=False)
+    assert table.query("budget_percent == 100")["kl_over_topk"].eq("").all()
 
 
 def test_names_are_written_whatever_they_are(
@@ -501,7 +462,7 @@ def test_names_are_written_whatever_they_are(
     options = "--length 64 --documents 2 --tokens 2 --methods topk --budgets 50 --device cpu --out".split()
     cli.main(["measure", ".", *paths, *options, str(tmp_path / "out")])
     out = capsys.readouterr().out
-    assert out.startswith("model, prompts of 64 tokens") and "\n../two\\nlines, 2 documents\n" in out
+    assert out.startswith("model, prompts of 64 tokens: which step") and "\n../two\\nlines, 2 documents\n" in out
     (folder,) = {file.parent for file in (tmp_path / "out").rglob("measured.csv")}
     assert folder.name.startswith("model-NA-cost in $_ {^$-\\xfcbung-") and (folder / "measured.png").exists()
     shown = ["NA", *(f"../{name}" for name in (names[1], "\\xfcbung", "two\\nlines", *names[4:]))]

