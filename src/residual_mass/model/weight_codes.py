@@ -53,10 +53,15 @@ def codes_of_4_bits(weight: Tensor, group: int) -> Codes:
 
 def codes_of_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds a weight [N, K] to int8 by row. Returns the codes [N, K] and the scales [N] in bfloat16."""
-    rows = weight.detach().float()
-    scale = (rows.abs().amax(1) / 127).bfloat16()
-    codes = rows / _divisor(scale.float())[:, None]
-    return codes.round_().clamp_(-127, 127).to(torch.int8), scale
+    codes = []
+    scales = []
+    for part in weight.detach().split(max(1, PART // weight.shape[1])):
+        rows = part.float()
+        scale = (rows.abs().amax(1) / 127).bfloat16()
+        steps = rows / _divisor(scale.float())[:, None]
+        codes.append(steps.round_().clamp_(-127, 127).to(torch.int8))
+        scales.append(scale)
+    return torch.cat(codes), torch.cat(scales)
 
 
 def rounded(groups: Tensor) -> Tensor:
