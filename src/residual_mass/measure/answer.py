@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -12,7 +13,7 @@ from residual_mass.measure.choice import ARM, TORCH, arms_of, below_target, fewe
 from residual_mass.measure.distances import Measured
 from residual_mass.measure.latency import faster_from
 from residual_mass.measure.served import WHOLE, arm_name
-from residual_mass.measure.times import DRAFTS, FULL, LONGER, ROUNDS, STEPS
+from residual_mass.measure.times import DRAFTS, FULL, LONGER, STEPS
 from residual_mass.methods.served import READ_WHOLE
 
 NOISY = 0.1
@@ -53,7 +54,7 @@ def answer(measured: Measured) -> Answer:
     facts.append(("fewest bytes", fewest_text(measured, choice, fewest)))
     facts.append(("drafts in bytes", verified(measured)))
     if measured.weights is not None:
-        facts.append(("weights", weights_text(measured)))
+        facts.append(("weights cost", weights_text(measured)))
     shown = fewest if choice is None else choice
     return Answer(
         question=f"{measured.title} tokens: which step is the fastest here within {target:g} nats of full attention?",
@@ -68,6 +69,13 @@ def answer(measured: Measured) -> Answer:
 
 def ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
+
+
+def interval(row: Any) -> str:
+    """Returns the KL of a row with its interval, if it has one."""
+    if math.isnan(row.ci_low):
+        return f"{row.kl:.2g}"
+    return f"{row.kl:.2g} [{row.ci_low:.2g}, {row.ci_high:.2g}]"
 
 
 def percent(share: float) -> str:
@@ -91,9 +99,12 @@ def lead_of(measured: Measured, choice: pd.Series) -> str:
             f"Take {name}: {ms(choice.seconds)} a token here, where full attention takes {ms(full.seconds)} "
             f"({ratio:.2f} times as fast), and {below}."
         )
+    saves = "it saves memory and no time"
+    if choice.seconds < full.seconds:
+        saves = f"it saves memory, and no more time than such times scatter ({percent(measured.times.scatter)})"
     return (
         f"Nothing is faster here than full attention, {ms(full.seconds)} a token. Of the methods with a fast step, "
-        f"{name} is the fastest with {ms(choice.seconds)}: it saves memory and no time; {below}."
+        f"{name} is the fastest with {ms(choice.seconds)}: {saves}; {below}."
     )
 
 
@@ -149,7 +160,7 @@ def recipe(measured: Measured, arm: pd.Series) -> str:
 def facts_of(measured: Measured, choice: pd.Series) -> Iterator[tuple[str, str]]:
     """Yields what one gets from the recommended arm."""
     rows = measured.table[(measured.table[ARM] == choice[ARM]).all(axis=1)]
-    kls = (f"{row.text} {row.kl:.2g} [{row.ci_low:.2g}, {row.ci_high:.2g}]" for row in rows.itertuples())
+    kls = [f"{row.text} {interval(row)}" for row in rows.itertuples()]
     over = "" if math.isnan(choice.over_topk) else f"; at most {choice.over_topk:.2g} of topk's"
     yield "KL", f"{', '.join(kls)} nats, with 95 % intervals over documents{over}"
     yield "memory", memory_text(measured, choice, rows["kept"].mean())
@@ -175,7 +186,7 @@ def seconds_text(measured: Measured, choice: pd.Series) -> str:
     if choice.method != READ_WHOLE:
         own = "not served here" if times.whole is None else ms(times.whole.seconds)
         parts.append(f"{READ_WHOLE} {own}")
-    how = f"fastest of {STEPS * ROUNDS} steps, in turns that differ by {percent(times.scatter)}"
+    how = f"fastest of {STEPS * times.turns} steps, in turns that differ by {percent(times.scatter)}"
     compiled = "; steps of methods compiled, transformers' not" if measured.args.compile else ""
     return f"{'; '.join(parts)} ({how}{compiled})"
 
@@ -184,7 +195,8 @@ def pays_text(measured: Measured, choice: pd.Series) -> str:
     """Returns from which length on the recommended arm is faster than full attention, and than the 8-bit cache."""
     longer = measured.times.longer
     lengths = ", ".join(f"{tokens:,}" for tokens in longer.columns)
-    parts = [f"{arm_name(choice)} {_from(measured, arm_name(choice), FULL)}"]
+    name = arm_name(choice)
+    parts = [f"{name} {_from(measured, name, FULL)}"]
     selecting = measured.times.selecting
     if selecting and READ_WHOLE in longer.index:
         parts.append(f"{selecting} {_from(measured, selecting, READ_WHOLE)}")
@@ -244,8 +256,7 @@ def weights_text(measured: Measured) -> str:
     """Returns what packed weights cost, apart from the methods."""
     parts = []
     for row in measured.weights.itertuples():
-        ends = "" if math.isnan(row.ci_low) else f" [{row.ci_low:.2g}, {row.ci_high:.2g}]"
-        parts.append(f"{row.text} {row.kl:.2g}{ends}")
+        parts.append(f"{row.text} {interval(row)}")
     rounding = measured.weights["rounding"].max()
     return (
         f"{measured.args.weights} bits cost {', '.join(parts)} nats of KL from the model as loaded, under full "
@@ -260,7 +271,8 @@ def steps_of(measured: Measured) -> list[list[str]]:
         return []
     rows = [["ms a token, by tokens in the cache", *(f"{tokens:,}" for tokens in longer.columns)]]
     for name, seconds in longer.iterrows():
-        rows.append([str(name), *(f"{1000 * value:.3g}" for value in seconds)])
+        cells = [f"{1000 * value:.3g}" for value in seconds]
+        rows.append([str(name), *cells])
     return rows
 
 
@@ -269,7 +281,7 @@ def steps_of(measured: Measured) -> list[list[str]]:
 
 def basis(measured: Measured) -> Iterator[tuple[str, str]]:
     counts = [len(text.sequences) for text in measured.texts]
-    documents = ", ".join(f"{text.name} {count}" for text, count in zip(measured.texts, counts, strict=True))
+    documents = ", ".join(f"{text.name} {len(text.sequences)}" for text in measured.texts)
     tokens = sum(counts) * measured.args.tokens
     texts = "1 text" if len(counts) == 1 else f"{len(counts)} texts"
     yield (

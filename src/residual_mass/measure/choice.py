@@ -23,7 +23,8 @@ def arms_of(table: pd.DataFrame) -> pd.DataFrame:
         The columns of an arm, its `kl` and `read` as means over texts, `seconds`, `cache_mib` and `backend`; `high`,
         the largest upper end of an interval, infinite for a single document; and `over_topk`, the largest ratio.
     """
-    rows = table.assign(high=table["ci_high"].fillna(math.inf)).groupby(ARM, sort=False)
+    high = table["ci_high"].fillna(math.inf)
+    rows = table.assign(high=high).groupby(ARM, sort=False)
     arms = rows.agg(
         kl=("kl", "mean"),
         read=("read", "mean"),
@@ -55,7 +56,8 @@ def recommended(table: pd.DataFrame, target: float, faster: float = FASTER) -> p
     served = served[served["backend"] != TORCH]
     if served.empty:
         return None
-    equal = served[served["seconds"] <= served["seconds"].min() / faster]
+    longest = served["seconds"].min() / faster
+    equal = served[served["seconds"] <= longest]
     return equal.sort_values("kl", kind="stable").iloc[0]
 
 
@@ -72,4 +74,6 @@ def fastest_of(arms: pd.DataFrame) -> pd.Series | None:
 
 def is_same(arm: pd.Series | None, row: object) -> bool:
     """Returns whether an arm is that of a row of `Measured.table`."""
-    return arm is not None and (arm.method, arm.budget_percent) == (row.method, row.budget_percent)
+    if arm is None:
+        return False
+    return arm.method == row.method and arm.budget_percent == row.budget_percent

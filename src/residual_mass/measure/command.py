@@ -65,30 +65,33 @@ def printed(measured: Measured, answer: Answer) -> str:
     """Returns the answer as text for a terminal."""
     lines = [answer.question, "", textwrap.fill(answer.lead, WIDTH), ""]
     for name, text in (*answer.facts, *answer.basis):
-        indent = " " * NAME
-        lines.append(textwrap.fill(text, WIDTH, initial_indent=f"{name:{NAME}}", subsequent_indent=indent))
+        filled = textwrap.fill(text, WIDTH - NAME)
+        lines.append(f"{name:{NAME}}{textwrap.indent(filled, ' ' * NAME).lstrip()}")
     if answer.steps:
         lines += ["", *aligned(answer.steps)]
     if answer.recipe:
-        lines += ["", *(f"    {line}".rstrip() for line in answer.recipe.split("\n"))]
+        lines += ["", textwrap.indent(answer.recipe, "    ")]
     lines += [
         "",
         f"{measured.title} tokens, {measured.args.tokens} tokens after each. KL(full attention || method) of the next",
         "token: over that of topk at the same budget, then in nats with a 95 % interval. > is recommended.",
     ]
     for text in measured.texts:
-        lines += ["", f"{text.name}, {len(text.sequences)} documents", *aligned(list(rows_of(measured, text.name)))]
+        rows = list(rows_of(measured, text.name))
+        lines += ["", f"{text.name}, {len(text.sequences)} documents", *aligned(rows)]
     lines += ["", "Limits of this answer:"]
-    lines += [textwrap.fill(f"* {limit}", WIDTH, subsequent_indent="  ") for limit in answer.limits]
+    for limit in answer.limits:
+        lines.append(textwrap.fill(f"* {limit}", WIDTH, subsequent_indent="  "))
     return "\n".join(lines) + "\n"
 
 
 def rows_of(measured: Measured, text: str) -> Iterator[list[str]]:
     """Yields the head of a text's table, then a row for each method and budget, with `>` before a recommended one."""
+    from residual_mass.measure.answer import interval
+
     yield ["", *(head or measured.tail for head in COLUMNS)]
     for row in measured.table[measured.table["text"] == text].sort_values("read").itertuples():
         whole = row.budget_percent == 100 and math.isnan(row.kl_over_topk)
-        ends = "" if math.isnan(row.ci_low) else f" [{row.ci_low:.2g}, {row.ci_high:.2g}]"
         yield [
             ">" if row.recommended else "",
             row.method,
@@ -96,7 +99,7 @@ def rows_of(measured: Measured, text: str) -> Iterator[list[str]]:
             f"{100 * row.read:.0f} %",
             f"{100 * row.kept:.0f} %",
             "-" if math.isnan(row.kl_over_topk) else f"{row.kl_over_topk:.2g}",
-            f"{row.kl:.2g}{ends}",
+            interval(row),
             f"{row.kl_tail:.2g}",
             f"{100 * row.same_top:.1f} %",
             f"{1000 * row.seconds:.3g}",
@@ -106,16 +109,12 @@ def rows_of(measured: Measured, text: str) -> Iterator[list[str]]:
 
 def aligned(rows: list[list[str]]) -> list[str]:
     """Returns rows of cells as lines: words to the left, numbers to the right of their column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = [all(not cell[:1].isdigit() for cell in column[1:]) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if words else cell.rjust(width)
-            for cell, width, words in zip(row, widths, left, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        numbers = any(cell[:1].isdigit() for cell in column[1:])
+        columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

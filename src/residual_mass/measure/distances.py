@@ -128,20 +128,24 @@ def measure(args: Arguments) -> Measured:
             f"--length {args.length}: with what follows, {args.document_tokens:,} tokens, and {spec.model_id} "
             f"was made for {spec.context:,}; choose a shorter one"
         )
-    texts = read_texts(args, load_tokenizer(spec.model_id, spec.revision, spec.source, args.assets))
+    tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, args.assets)
+    texts = read_texts(args, tokenizer)
     served = Served.here(models.measured.model, args, phi)
     settings = _settings(models, served)
     folder = _folder(args, settings)
     require_writable(folder / "settings.json")
-    few = min(len(text.sequences) for text in texts) * args.tokens < TAIL
+    fewest = min(len(text.sequences) for text in texts)
+    few = fewest * args.tokens < TAIL
     table = _distances(models, arms, texts, folder, "kl_max" if few else "kl_p99_9", served.packed)
+    model = models.measured.model
     reads = [_read(args, text, models.measured, phi, served.packed) for text in texts]
     table = _with_verified_bytes(table.join(pd.concat(reads)), args.tokens)
     weights = None
     if args.weights is not None:
-        weights = weights_cost(args, texts, models.loaded, models.measured, args.out / STORE)
+        store = args.out / STORE
+        weights = weights_cost(args, texts, models.loaded, models.measured, store)
     loaded = None if args.weights is None else models.loaded.model
-    timer = Timer(args, models.measured.model, loaded, served, phi)
+    timer = Timer(args, model, loaded, served, phi)
     documents = [text.sequences[0] for text in texts]
     times = timer.times(documents[0])
     table = table.reset_index().merge(times.arms, on=ARM)
@@ -170,14 +174,17 @@ def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
             raise ValueError(f"--methods: {name} is what the others are compared with; leave it out")
         if rule.needs_maps and label is None:
             raise ValueError(f"--methods: {name} needs feature maps of this model; pass their file to --phi")
-        arms += [ArmSpec(name, budget, label if rule.needs_maps else None) for budget in budgets_of(args, name)]
+        maps = label if rule.needs_maps else None
+        arms += [ArmSpec(name, budget, maps) for budget in budgets_of(args, name)]
     return tuple(arms)
 
 
 def _settings(models: Models, served: Served) -> dict[str, Any]:
     """Returns what determines an answer, as JSON has it."""
     spec, args = models.spec, models.args
-    settings = {name: value for name, value in vars(args).items() if name not in ("device", "assets", "out", "latency")}
+    settings = dict(vars(args))
+    for name in ("device", "assets", "out", "latency"):
+        del settings[name]
     settings |= {"model": spec.model_id, "revision": spec.revision, "dtype": spec.dtype}
     settings |= {"texts": [*map(shown, args.texts)], "served": served.backends}
     return json.loads(json.dumps(settings, default=str))
@@ -246,12 +253,14 @@ def _kl_table(args: Arguments, anchors: AnchorSpec, result: Path, tail: str) -> 
     rows = rows.query("method != 'full'").set_index(ARM_OF_TEXT)
     by_metric = dict(iter(rows.groupby("metric")))
     table = by_metric[KL.name][["value", "ci_low", "ci_high"]].rename(columns={"value": "kl"})
-    table = table.assign(kl_tail=by_metric[tail]["value"], same_top=by_metric[SAME_TOP.name]["value"])
+    table["kl_tail"] = by_metric[tail]["value"]
+    table["same_top"] = by_metric[SAME_TOP.name]["value"]
     fixed = anchors.sink + anchors.tail
     middle = max(args.prompt_tokens - fixed, 0)
     partial = [budget for budget in args.budgets if retrieved_count(budget, args.prompt_tokens, fixed) < middle]
     baseline = table["kl"].xs(BASELINE, level="method")
-    baseline = baseline.where((baseline > 0) & baseline.index.get_level_values("budget_percent").isin(partial))
+    budgets = baseline.index.get_level_values("budget_percent")
+    baseline = baseline.where((baseline > 0) & budgets.isin(partial))
     ratio = table["kl"] / table.index.droplevel("method").map(baseline)
     whole = [method_named(name).selector.replaces_cache for name in table.index.get_level_values("method")]
     return table.assign(kl_over_topk=ratio.mask(whole))
@@ -261,9 +270,12 @@ def _first_differences(args: Arguments, forced: Path) -> pd.DataFrame:
     """Returns the rates of first differences by ARM_OF_TEXT."""
     drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
     drafts = drafts.assign(first=drafts["same_top"]).groupby("text")
-    rates = pd.concat(fidelity.first_differences(part, RESAMPLES, args.seed).assign(text=name) for name, part in drafts)
+    rates = []
+    for name, part in drafts:
+        of_text = fidelity.first_differences(part, RESAMPLES, args.seed)
+        rates.append(of_text.assign(text=name))
     ends = {"value": "verified", "ci_low": "verified_low", "ci_high": "verified_high"}
-    return rates.set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
+    return pd.concat(rates).set_index(ARM_OF_TEXT).rename(columns=ends)[[*ends.values()]]
 
 
 def _with_verified_bytes(table: pd.DataFrame, tokens: int) -> pd.DataFrame:
@@ -272,7 +284,10 @@ def _with_verified_bytes(table: pd.DataFrame, tokens: int) -> pd.DataFrame:
     for name in ("verified", "verified_low", "verified_high"):
         sizes = []
         for read, rate in zip(table["read"], table[name], strict=True):
-            sizes.append(rate if math.isnan(rate) else bytes_per_verified_token(read, rate, tokens)[0])
+            size = rate
+            if not math.isnan(rate):
+                size, *_ = bytes_per_verified_token(read, rate, tokens)
+            sizes.append(size)
         table[name] = sizes
     return table
 
@@ -285,26 +300,35 @@ def _read(
     """
     length, anchors = args.prompt_tokens, AnchorSpec()
     folded = None if phi is None else phi.on(backbone.model).folded()
-    counts: dict[str, list[Tensor]] = {method: [] for method in args.methods if method not in packed}
+    counts: dict[str, list[Tensor]] = {}
+    for method in args.methods:
+        if method not in packed:
+            counts[method] = []
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         of_layer = None if folded is None else folded[layer]
         read = ReadLayer(queries, keys, values, scale, args.budgets, anchors, of_layer)
         for method in counts:
-            counts[method].append(read.errors(method)["tokens_read"].double().mean((0, 1)))  # [B]
+            tokens_read = read.errors(method)["tokens_read"]
+            counts[method].append(tokens_read.double().mean((0, 1)))  # [B]
 
-    visit_layers(backbone, text.sequences[0][: length + QUERIES], length, visit, hybrid=True)
-    shape, fixed = backbone.shape, anchors.sink + anchors.tail
+    document = text.sequences[0]
+    visit_layers(backbone, document[: length + QUERIES], length, visit, hybrid=True)
+    shape = backbone.shape
+    fixed = anchors.sink + anchors.tail
     features = 0 if phi is None else phi.map.d_phi
-    step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, fixed, 0, features)
+    group = shape.query_heads // shape.kv_heads
+    step = Step(length, shape.head_dim, group, fixed, 0, features)
     full = full_bytes(step)
-    rows = [(text.name, *row) for row in _read_packed(args, text.sequences[0], backbone, full, packed)]
+    of_packed = _read_packed(args, document, backbone, full, packed)
+    rows = [(text.name, *row) for row in of_packed]
     for method, by_layer in counts.items():
         rule = method_named(method)
         # A cache that is read whole reads as much at every budget.
         for budget, tokens in zip(budgets_of(args, method), torch.stack(by_layer).mean(0).tolist(), strict=False):
             size = step_bytes(rule, step._replace(retrieved=tokens - fixed)).total
-            rows.append((text.name, method, budget, size / full, kept_bytes(rule, step).total / full))
+            kept = kept_bytes(rule, step).total
+            rows.append((text.name, method, budget, size / full, kept / full))
     return pd.DataFrame(rows, columns=[*ARM_OF_TEXT, "read", "kept"]).set_index(ARM_OF_TEXT)
 
 
@@ -322,11 +346,12 @@ def _read_packed(
     length, shape = args.prompt_tokens, backbone.shape
     engine = SharedPrefillEngine(backbone, arms, AnchorSpec(), None, length)
     prompt = PackedPrompt(ForcedDecoder(engine, document[:length]))
-    of_layer = full * shape.kv_heads
+    group = shape.query_heads // shape.kv_heads
     for arm in arms:
         cache = prompt.cache(arm)
         layers = [layer.packed for layer in cache.packed_layers]
         kept = sum(layer.bytes for layer in layers)
         prompt.logits(arm, document[length : length + 1], cache)
-        read = sum(layer.read_bytes(shape.query_heads // shape.kv_heads) for layer in layers)
-        yield arm.method, arm.budget_percent, read / (of_layer * len(layers)), kept / (of_layer * len(layers))
+        read = sum(layer.read_bytes(group) for layer in layers)
+        whole = full * shape.kv_heads * len(layers)
+        yield arm.method, arm.budget_percent, read / whole, kept / whole

@@ -102,7 +102,8 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
             progress.set_postfix_str(f"{name}, {label} tokens")
             cache = filled(model, side, random_keys(model, tokens_of(label)))
             size = bytes_of(cache)
-            steps += [(name, tokens_of(label), size / 2**20, seconds) for seconds in timed(model, side, cache, STEPS)]
+            for seconds in timed(model, side, cache, STEPS):
+                steps.append((name, tokens_of(label), size / 2**20, seconds))
             progress.update()
     rows = pd.DataFrame(steps, columns=["side", "tokens", "kept_mib", "seconds"])
     groups = rows.groupby(["side", "tokens"], sort=False)
@@ -116,10 +117,13 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
 
 def sides(model: PreTrainedModel, args: Arguments) -> Iterator[Side]:
     """Yields transformers' full attention, then what the compiled kernels serve, then methods that run in torch."""
-    full, own = method_named("full"), [method_named(name) for name in args.methods if name != "full"]
+    full = method_named("full")
+    own = [method_named(name) for name in args.methods if name != "full"]
     if needing := next((method.name for method in own if method.needs_maps), None):
         raise ValueError(f"--latency times methods without feature maps; leave {needing} out of --methods")
-    packed = {method: PackedBackend.refusal(model, Arm(method, None)) is None for method in (full, *own)}
+    packed = {}
+    for method in (full, *own):
+        packed[method] = PackedBackend.refusal(model, Arm(method, None)) is None
     yield Side(full, None, False)
     if packed[full]:
         yield Side(full, None, True, compile=args.compile)
@@ -142,7 +146,8 @@ def random_keys(model: PreTrainedModel, length: int) -> LayerKeys:
     size = (2, 1, shape.kv_heads, length, shape.head_dim)
     layers = {}
     for index in range(shape.layers):
-        keys, values = torch.randn(size, generator=draw).to(model.device, model.dtype).unbind()
+        drawn = torch.randn(size, generator=draw)
+        keys, values = drawn.to(model.device, model.dtype).unbind()
         layers[index] = keys, values
     return layers
 
@@ -151,7 +156,9 @@ def filled(model: PreTrainedModel, side: Side, layers: LayerKeys) -> Cache:
     """Returns the cache of a side that holds a prompt."""
     if side.packed:
         cache = PackedCache(model, side.method)
-        PackedBackend(model, make_arm(side.method, side.budget), AnchorSpec(), cache).take(Prefill(layers))
+        arm = make_arm(side.method, side.budget)
+        backend = PackedBackend(model, arm, AnchorSpec(), cache)
+        backend.take(Prefill(layers))
         return cache
     cache = DynamicCache(config=model.config)
     for index, (keys, values) in sorted(layers.items()):
@@ -163,7 +170,7 @@ def bytes_of(cache: Cache) -> int:
     """Returns the bytes of the keys and values in a cache."""
     if isinstance(cache, PackedCache):
         return cache.nbytes
-    return sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> list[float]:
@@ -209,9 +216,12 @@ def faster_from(fastest: pd.DataFrame, side: str, other: str, faster: float = FA
         fastest: seconds by side, with a column for each number of tokens, in ascending order.
         faster: share of the other's time from which on a side counts as faster.
     """
-    slower = fastest.loc[side] > faster * fastest.loc[other]
-    after = slower.index[slower.to_numpy()[::-1].cumsum()[::-1] == 0]
-    return None if after.empty else int(after[0])
+    first = None
+    for tokens in reversed(fastest.columns):
+        if fastest.loc[side, tokens] > faster * fastest.loc[other, tokens]:
+            break
+        first = int(tokens)
+    return first
 
 
 def file_name(args: Arguments) -> str:
@@ -231,18 +241,21 @@ def printed(args: Arguments, table: pd.DataFrame) -> str:
     fastest = table.pivot(index="side", columns="tokens", values="fastest").loc[table["side"].unique()]
     kept = table.pivot(index="side", columns="tokens", values="kept_mib").loc[fastest.index]
     medians = table.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
-    width, threads = max(map(len, fastest.index)), torch.get_num_threads()
+    width = max(map(len, fastest.index))
+    threads = torch.get_num_threads()
     lines = [
         f"{args.name}{conditions(args)}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
         "(fastest), and MiB of the cache, by tokens in it\n",
         " " * width + "".join(f"{tokens:>24,}" for tokens in fastest.columns),
     ]
     for side in fastest.index:
-        cells = (
-            f"{1000 * medians.loc[side, n]:.0f} ({1000 * fastest.loc[side, n]:.0f}), {kept.loc[side, n]:,.0f} MiB"
-            for n in fastest.columns
-        )
-        lines.append(f"{side:{width}}" + "".join(f"{cell:>24}" for cell in cells))
+        line = f"{side:{width}}"
+        for tokens in fastest.columns:
+            median = f"{1000 * medians.loc[side, tokens]:.0f}"
+            best = f"{1000 * fastest.loc[side, tokens]:.0f}"
+            cell = f"{median} ({best}), {kept.loc[side, tokens]:,.0f} MiB"
+            line += f"{cell:>24}"
+        lines.append(line)
     whole = [side for side in ("transformers", "full", READ_WHOLE) if side in fastest.index]
     lines.append("")
     for side, other in product((side for side in fastest.index if side not in whole), whole):

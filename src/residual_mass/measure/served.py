@@ -47,10 +47,12 @@ class Served:
         here = "packed" if device_of(model).type == "cpu" else "triton"
         for name in dict.fromkeys((*args.methods, READ_WHOLE)):
             arm = Arm(method_named(name), None)
-            reasons = {kind.name: kind.refusal(model, arm, phi if arm.needs_maps else None) for kind in BACKENDS}
+            maps = phi if arm.needs_maps else None
+            reasons = {kind.name: kind.refusal(model, arm, maps) for kind in BACKENDS}
             if loop is not None and reasons["triton"] is None:
                 reasons["triton"] = loop
-            backends[name] = next(kind for kind, reason in reasons.items() if reason is None)
+            serving = [kind for kind, reason in reasons.items() if reason is None]
+            backends[name] = serving[0]
             if backends[name] == TORCH and here in backends_of(arm.rule):
                 refusals[name] = reasons[here]
             if backends[name] == PackedBackend.name and loop is None and PackedBackend.crops(model, arm):
@@ -86,4 +88,6 @@ def budgets_of(args: Arguments, method: str) -> tuple[float, ...]:
 
 def arm_name(arm: pd.Series) -> str:
     """Returns an arm as it is written in tables."""
-    return arm.method if arm.budget_percent == WHOLE else f"{arm.method} at {arm.budget_percent:g} %"
+    if arm.budget_percent == WHOLE:
+        return arm.method
+    return f"{arm.method} at {arm.budget_percent:g} %"

@@ -38,8 +38,10 @@ from residual_mass.model.hook import prefill
 from residual_mass.model.layers import device_of, require_plain, text_config
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 
-STEPS, ROUNDS = 8, 3
-"""Timed steps of a round, and number of rounds. What torch alone serves has half a round."""
+STEPS = 8
+"""Timed steps of a turn. What torch alone serves has half a turn."""
+TURNS, MOST_TURNS = 3, 10
+"""Turns of a side; more are taken while times scatter more than a step may be slower than an equal one."""
 LONGER = (4096, 16384)
 """Lengths of random keys beside the prompts' own."""
 MOST_BYTES = 2 * 2**30
@@ -80,6 +82,7 @@ class Times:
         loaded: of the same over the model as it was loaded, if its weights are packed here.
         whole: of the 8-bit cache that is read whole; None where no fast step serves it.
         arms: a row for each method and budget: ARM, `seconds`, `cache_mib` and `backend`.
+        turns: of every side but those that torch alone serves.
         scatter: by how much the fastest step of a side's second-best turn is slower than that of its best, the median
             over sides that take several turns.
         longer: seconds by side, with a column for each number of tokens, the prompts' first; None without a fast step.
@@ -91,6 +94,7 @@ class Times:
     loaded: Timing | None
     whole: Timing | None
     arms: pd.DataFrame
+    turns: int = TURNS
     scatter: float = 0.0
     longer: pd.DataFrame | None = None
     selecting: str = ""
@@ -115,7 +119,9 @@ class Run:
         self.side = side
         self.ids = ids
         self.cache = None if reads or not layers else filled(model, side, layers)
-        self.mib = math.nan if self.cache is None else bytes_of(self.cache) / 2**20
+        self.mib = math.nan
+        if self.cache is not None:
+            self.mib = bytes_of(self.cache) / 2**20
         self.fastest: list[float] = []
         """Seconds of the fastest step of each turn."""
 
@@ -123,34 +129,44 @@ class Run:
         held = 0 if self.cache is None else self.cache.get_seq_length()
         generated = max(0, held + 1 - self.ids.shape[1])  # the cache holds the tokens of earlier turns
         ids = torch.nn.functional.pad(self.ids, (0, generated), value=1)
-        self.fastest.append(min(timed_after(self.model, self.side, ids, self.cache, steps)))
+        seconds = timed_after(self.model, self.side, ids, self.cache, steps)
+        self.fastest.append(min(seconds))
 
     @property
     def timing(self) -> Timing:
         return Timing(min(self.fastest), self.mib)
 
 
-def take_turns(runs: Sequence[Run], rounds: int) -> None:
-    for _ in range(rounds):
+def take_turns(runs: Sequence[Run], least: int, most: int) -> None:
+    """Lets runs take turns: `least` of them, and up to `most` while times scatter."""
+    for turn in range(most):
+        if turn >= least and scatter_of(runs) <= 1 / FASTER - 1:
+            break
         for run in runs:
             run.take_turn()
 
 
 def scatter_of(runs: Iterable[Run]) -> float:
     """Returns `Times.scatter` of runs, of which some took one turn."""
-    best = [sorted(run.fastest)[:2] for run in runs if len(run.fastest) > 1]
-    return statistics.median(second / first - 1 for first, second in best)
+    found = []
+    for run in runs:
+        if len(run.fastest) > 1:
+            first, second, *_ = sorted(run.fastest)
+            found.append(second / first - 1)
+    return statistics.median(found)
 
 
 def keys_of(model: PreTrainedModel, ids: Tensor) -> LayerKeys:
     """Returns the keys and values of a prompt [1, L] without its last token, which is read before the steps."""
-    return prefill(model, ids[:, :-1].tolist()).layers if ids.shape[1] > 1 else {}
+    before = ids[:, :-1].tolist()
+    return prefill(model, before).layers if before[0] else {}
 
 
 def fits(model: PreTrainedModel, length: int) -> bool:
     """Returns whether random keys of so many tokens are worth their memory, and stand for those of the model."""
     shape = HeadShape.of(text_config(model))
-    size = 2 * shape.layers * shape.kv_heads * shape.head_dim * length * model.dtype.itemsize
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    size = numbers * length * model.dtype.itemsize
     try:
         require_plain(model)
     except ValueError:
@@ -182,14 +198,16 @@ class Timer:
 
     def prompt(self, document: Sequence[int]) -> Tensor:
         """Returns the token ids [1, L] of a document's prompt."""
-        return torch.tensor([document[: self.args.prompt_tokens]], device=device_of(self.model))
+        prompt = document[: self.args.prompt_tokens]
+        return torch.tensor([prompt], device=device_of(self.model))
 
     def side(self, method: str, budget_percent: float) -> Side:
         return self.served.side(self.args, method, budget_percent, self.phi)
 
     def run(self, side: Side, ids: Tensor, layers: LayerKeys) -> Run:
         """Returns a side to be timed; the Triton backend reads the prompt into buffers of its own."""
-        return Run(self.model, side, ids, layers, reads=self.served.backends.get(side.method.name) == "triton")
+        backend = self.served.backends.get(side.method.name)
+        return Run(self.model, side, ids, layers, reads=backend == "triton")
 
     @torch.no_grad()
     def times(self, document: Sequence[int]) -> Times:
@@ -198,12 +216,14 @@ class Timer:
         layers = keys_of(self.model, ids)
         runs = {FULL: self.run(FULL_SIDE, ids, layers)}
         if self.loaded is not None:
-            runs[LOADED] = Run(self.loaded, FULL_SIDE, ids, keys_of(self.loaded, ids))
+            as_loaded = keys_of(self.loaded, ids)
+            runs[LOADED] = Run(self.loaded, FULL_SIDE, ids, as_loaded)
         arms = arms_of(self.args)
         for method, budget in dict.fromkeys([(READ_WHOLE, WHOLE), *arms]):
             if self.served.fast(method):
-                runs[method, budget] = self.run(self.side(method, budget), ids, layers)
-        take_turns(list(runs.values()), ROUNDS)
+                side = self.side(method, budget)
+                runs[method, budget] = self.run(side, ids, layers)
+        take_turns(list(runs.values()), TURNS, MOST_TURNS)
         slow = [arm for arm in arms if arm not in runs]
         for method, budget in tqdm(slow, desc="decode steps in torch", unit="arm"):
             run = self.run(self.side(method, budget), ids, layers)
@@ -216,14 +236,13 @@ class Timer:
         rows = []
         for method, budget in arms_of(self.args):
             timing = runs[method, budget].timing
-            rows.append((method, budget, timing.seconds, timing.cache_mib, self.served.backends[method]))
-        return Times(
-            full=runs[FULL].timing,
-            loaded=runs[LOADED].timing if LOADED in runs else None,
-            whole=runs[READ_WHOLE, WHOLE].timing if self.served.fast(READ_WHOLE) else None,
-            arms=pd.DataFrame(rows, columns=[*ARM, "seconds", "cache_mib", "backend"]),
-            scatter=scatter_of(runs.values()),
-        )
+            backend = self.served.backends[method]
+            rows.append((method, budget, timing.seconds, timing.cache_mib, backend))
+        arms = pd.DataFrame(rows, columns=[*ARM, "seconds", "cache_mib", "backend"])
+        loaded = runs[LOADED].timing if LOADED in runs else None
+        whole = runs[READ_WHOLE, WHOLE].timing if self.served.fast(READ_WHOLE) else None
+        turns = len(runs[FULL].fastest)
+        return Times(runs[FULL].timing, loaded, whole, arms, turns, scatter_of(runs.values()))
 
     @torch.no_grad()
     def with_choice(
@@ -239,14 +258,13 @@ class Timer:
             return times
         met = below_target(table, self.args.target_kl)
         met = met[met["backend"] != TORCH]
-        selecting = choice if choice.method != READ_WHOLE else fastest_of(met[met["method"] != READ_WHOLE])
+        selecting = choice
+        if choice.method == READ_WHOLE:
+            selecting = fastest_of(met[met["method"] != READ_WHOLE])
         drafter = fastest_of(met[met["method"].isin(self.served.drafting)])
-        return replace(
-            times,
-            longer=self.longer(times, selecting),
-            selecting="" if selecting is None else arm_name(selecting),
-            drafts=None if drafter is None else self.drafts(drafter, documents),
-        )
+        name = "" if selecting is None else arm_name(selecting)
+        drafts = None if drafter is None else self.drafts(drafter, documents)
+        return replace(times, longer=self.longer(times, selecting), selecting=name, drafts=drafts)
 
     def longer(self, times: Times, arm: pd.Series | None) -> pd.DataFrame:
         """Times full attention, the 8-bit cache and the arm that selects tokens over more tokens, with random keys."""
@@ -265,7 +283,7 @@ class Timer:
             layers = random_keys(self.model, length - 1)
             ids = torch.ones(1, length, dtype=torch.long, device=device_of(self.model))
             runs = {name: self.run(side, ids, layers) for name, side in sides.items()}
-            take_turns(list(runs.values()), ROUNDS - 1)
+            take_turns(list(runs.values()), TURNS - 1, TURNS + 1)
             for name, run in runs.items():
                 found[name][length] = run.timing.seconds
             if time.perf_counter() - started > MOST_SECONDS:

@@ -44,13 +44,18 @@ def weights_cost(
             for keys, sequence in tqdm(zip(costs, text.sequences, strict=True), desc=f"weights, {text.name}"):
                 if not set(keys) <= rows.rows.keys():
                     rows.append(_rows(keys, sequence, args.tokens, loaded, packed))
-            kl, rounding = (
-                np.array([np.mean(rows.rows[keys[which]]["kl"]) for keys in costs]).clip(0) for which in (0, 1)
-            )
-            low, high = skewed_interval([kl]) if len(kl) > 1 else (math.nan, math.nan)
-            same = np.mean([rows.rows[keys[0]]["same_top"] for keys in costs])
-            lines.append((text.name, kl.mean(), low, high, same, rounding.mean()))
+            of_weights = [rows.rows[key] for key, _ in costs]
+            kl = _by_document(of_weights)
+            low, high = (math.nan, math.nan) if len(kl) == 1 else skewed_interval([kl])
+            same = np.mean([row["same_top"] for row in of_weights])
+            rounding = _by_document([rows.rows[key] for _, key in costs]).mean()
+            lines.append((text.name, kl.mean(), low, high, same, rounding))
     return pd.DataFrame(lines, columns=["text", "kl", "ci_low", "ci_high", "same_top", "rounding"])
+
+
+def _by_document(rows: Sequence[Row]) -> np.ndarray:
+    """Returns the mean KL of each row; rounding can make it negative."""
+    return np.array([np.mean(row["kl"]) for row in rows]).clip(0)
 
 
 def _keyed(sequence: Sequence[int], tokens: int, loaded: Backbone, packed: Backbone) -> tuple[str, str]:
@@ -64,8 +69,11 @@ def _rows(keys: tuple[str, str], sequence: Sequence[int], tokens: int, loaded: B
     answer = torch.tensor(sequence[-tokens:])
     whole = _log_p(packed, sequence, tokens)
     in_two = _log_p(packed, sequence, tokens, len(sequence) - 1 - tokens)
-    found = (token_measures(_log_p(loaded, sequence, tokens), whole, answer), token_measures(whole, in_two, answer))
-    return [{"key": key, "k": 0, "token": answer.tolist(), **row} for key, row in zip(keys, found, strict=True)]
+    reference = _log_p(loaded, sequence, tokens)
+    of_weights = token_measures(reference, whole, answer)
+    of_rounding = token_measures(whole, in_two, answer)
+    common = {"k": 0, "token": answer.tolist()}
+    return [{"key": keys[0], **common, **of_weights}, {"key": keys[1], **common, **of_rounding}]
 
 
 @torch.no_grad()

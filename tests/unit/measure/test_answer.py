@@ -173,7 +173,7 @@ def test_what_weights_cost_is_told_apart_from_what_a_method_costs(
     paths, text = written(packed)
     assert pd.read_csv(paths["weights.csv"])["kl"].tolist() == [pytest.approx(cost.kl, rel=1e-5)]
     facts = dict(answer(packed).facts)
-    assert facts["weights"].startswith(f"4 bits cost files {cost.kl:.2g} [") and "as loaded" in facts["a token"]
+    assert facts["weights cost"].startswith(f"4 bits cost files {cost.kl:.2g} [") and "as loaded" in facts["a token"]
     assert "pack_weights(model, bits=4)" in text and "linear layers in 4 bits" in dict(answer(packed).basis)["weights"]
     rows = (asked.out / "store.jsonl").read_text()
     measure(replace(asked, weights=4))
@@ -285,6 +285,7 @@ def test_what_lies_within_the_scatter_of_times_is_not_faster() -> None:
     found.times.longer.loc["scan4 at 2 %"] = [0.09, 0.05]
     for scatter, start in ((0.0, "Take scan4 at 2 %"), (0.2, "Nothing is faster here than full attention")):
         said = answer(replace(found, times=replace(found.times, scatter=scatter)))
+        assert ("no more time than such times scatter (20 %)" in said.lead) == (scatter > 0.1)
         assert (
             said.lead.startswith(start) and f"turns that differ by {100 * scatter:.0f} %" in dict(said.facts)["a token"]
         )

@@ -7,11 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from tests.conftest import byte_tokenizer, tiny_llama
-from tests.needs import KERNELS, needs
+from tests.needs import COMPILER, KERNELS, needs
 from tests.unit.measure.test_measuring import parsed
 
 from residual_mass import cli
 from residual_mass.measure.latency import printed
+from residual_mass.model.packed_weights import has_bfloat16
 
 
 @pytest.fixture
@@ -37,6 +38,35 @@ def test_every_side_is_timed_at_every_length(wide: Path, tmp_path: Path, capsys:
     assert kept["cache8"] < kept["full"] < kept["transformers"] <= kept[topk(5)]
     said = capsys.readouterr().out
     assert said.count(" is faster than ") == 4 * 3 and (tmp_path / "out" / "wide-latency.txt").read_text() in said
+
+
+@needs(KERNELS)
+def test_packed_weights_are_those_of_all_sides(wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their files are others than those of the model as it is; the cache of full attention is in bfloat16 with them."""
+    kept = {}
+    for flags, name in (("", "wide-latency"), ("--weights 8", "wide-latency-weights8")):
+        options = f"--methods cache8 --latency 256 {flags} --out {tmp_path / 'out'}"
+        cli.main(["measure", str(wide), *options.split()])
+        rows = pd.read_csv(tmp_path / "out" / f"{name}.csv").set_index("side")
+        kept[name] = rows["kept_mib"]["transformers"]
+        said = capsys.readouterr().out
+        assert said.startswith(f"wide{', weights of 8 bits' * bool(flags)}, 1 thread: milliseconds")
+        assert list(rows.index) == ["transformers", "full", "cache8"]
+    shares = kept["wide-latency-weights8"] / kept["wide-latency"]
+    assert shares == (0.5 if has_bfloat16() else 1.0)
+
+
+@needs(KERNELS)
+@needs(COMPILER)
+@pytest.mark.slow
+def test_compiled_steps_are_those_of_methods_alone(
+    wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = f"--methods cache8 topk --budgets 10 --latency 256 --compile --out {tmp_path / 'out'}"
+    cli.main(["measure", str(wide), *options.split()])
+    assert capsys.readouterr().out.startswith("wide, steps compiled but transformers', 1 thread: milliseconds")
+    assert [record.message.startswith("compiled the decode step") for record in caplog.records].count(True) == 1
+    assert (tmp_path / "out" / "wide-latency-compiled.csv").exists()
 
 
 def test_a_method_is_faster_from_where_it_stays_so() -> None:
