@@ -100,6 +100,7 @@ KVPRESS = Need("without kvpress", "pip install kvpress==0.5.5", lambda: find_spe
 BFLOAT16 = Need("where torch's own attention fails in bfloat16", "unset ATEN_CPU_CAPABILITY", _has_bfloat16_attention)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
 TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)
+CURL = Need("without curl", "apt-get install curl", lambda: shutil.which("curl") is not None)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)
 NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)
 MOUNTS = Need("without the right to mount", "run as root, in a container with CAP_SYS_ADMIN")

@@ -13,7 +13,8 @@ def main() -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith("residual_mass"):
             raise
-        extra = "measure" if sys.argv[1:2] == ["measure"] else "pipeline"
+        command = sys.argv[1] if len(sys.argv) > 1 else ""
+        extra = command if command in ("measure", "serve") else "pipeline"
         sys.exit(
             f"residual-mass: error: the package {missing.name} is missing; run pip install '.[{extra}]' in a checkout"
         )

@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from residual_mass.files import require_writable
-from residual_mass.measure import command
+from residual_mass.measure import command as measure
 from residual_mass.measure.arguments import add_arguments
+from residual_mass.serve import command as serve
 from residual_mass.spec.settings import Settings
 from residual_mass.spec.specs import parse_spec
 
@@ -34,6 +35,7 @@ LESS_MEMORY = {
     "kernels": "lower diagnostics.queries",
     "residual-errors": "lower residuals.queries",
     "measure": "lower --tokens, or leave out methods",
+    "serve": "lower --memory, or pack the weights with --weights 4",
     "runtime": "leave the longest contexts out of runtime.contexts",
 }
 LONGEST = 2000
@@ -65,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch reads it on import, so before any stage
         _start_log()
         options = vars(_parser(name).parse_args(arguments))
-        if options.pop("name") == "measure":
+        command = COMMANDS.get(options.pop("name"))
+        if command is not None:
             command.run(argparse.Namespace(**options))
         elif _run(name, options) is False:
             sys.exit(1)
@@ -105,7 +108,11 @@ def _refuse(stage: str, message: str) -> NoReturn:
 
 def _called(stage: str) -> str:
     """Returns the command of a stage, as messages name it."""
-    return "residual-mass measure" if stage == "measure" else f"residual_mass {stage}"
+    return f"residual-mass {stage}" if stage in COMMANDS else f"residual_mass {stage}"
+
+
+COMMANDS = {"measure": measure, "serve": serve}
+"""Modules of the commands that are no stages of the pipeline."""
 
 
 STAGES = {
@@ -150,6 +157,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
                 _add_argument(sub, parameter)
     about = "measure how much of the cache a model may leave unread"
     add_arguments(parsers.add_parser("measure", prog=_called("measure"), help=about))
+    about = "serve a model through a method by OpenAI's protocol"
+    serve.add_arguments(parsers.add_parser("serve", prog=_called("serve"), help=about))
     return parser
 
 

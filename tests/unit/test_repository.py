@@ -221,6 +221,7 @@ FLOORS = (
     ("gpu",),
     ("benchmarks", "diagnostics", "estimate", "lm_eval", "machine", "paper", "runtime", "training", "verify"),
     ("measure",),
+    ("serve",),
     ("study",),
     ("cli",),
     ("__main__",),
