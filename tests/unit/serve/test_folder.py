@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from residual_mass import cli
 from residual_mass.serve.command import GENERATE, source_of, write_folder
 
+ROOT = Path(__file__).parents[3]
+
 
 def test_the_folder_refers_to_the_model(printable: Path, tmp_path: Path) -> None:
     (printable / "notes.txt").write_text("not a part of the model")
@@ -24,6 +26,7 @@ def test_the_folder_refers_to_the_model(printable: Path, tmp_path: Path) -> None
     assert folder == tmp_path / "served" / "tiny"
     assert (folder / "model.safetensors").resolve() == printable / "model.safetensors"
     assert (folder / "custom_generate" / "generate.py").read_text() == GENERATE
+    assert GENERATE in (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
     stored = json.loads((folder / "custom_generate" / "settings.json").read_text())
     identity = stored.pop("identity")
     assert stored == {
