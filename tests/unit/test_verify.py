@@ -178,7 +178,7 @@ def version_of(package: Path) -> dict[str, Any]:
 def test_the_commit_is_that_of_a_checkout_of_this_project_alone(tmp_path: Path) -> None:
     checkout, package = tmp_path / "checkout", tmp_path / "checkout" / "src" / "residual_mass"
     source = Path(provenance.__file__).parent
-    shutil.copytree(source / "core", package / "core")
+    shutil.copytree(source / "spec", package / "spec")
     for name in ("__init__", "files", "provenance"):
         shutil.copy(source / f"{name}.py", package)
 
