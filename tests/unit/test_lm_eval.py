@@ -129,7 +129,8 @@ def test_full_is_lm_evals_own_model_and_topk_of_everything_is_full(task: str, re
 
 def test_the_results_name_the_method(results: Results) -> None:
     assert results["whole"]["config"]["partial_kv"] == {
-        "method": "topk", "budget": 1.0, "phi_sha256": None, "num_sink": 4, "num_tail": 16, "stride": 16, "weights": None,
+        "method": "topk", "budget": 1.0, "phi_sha256": None, "num_sink": 4, "num_tail": 16, "stride": 16,
+        "weights": None,
     }  # fmt: skip
     assert "partial_kv" not in results["hflm"]["config"]
 

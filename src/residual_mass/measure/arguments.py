@@ -102,7 +102,8 @@ class Arguments:
         given["model"] = given["model"] if given["model"] == EMBEDDED else plain(given["model"])
         given["texts"] = distinct(given["texts"] or DEFAULT_TEXTS)
         if options.assets is None:
-            given["assets"] = _assets(needed=given["model"] == EMBEDDED or not ASSETS.keys().isdisjoint(given["texts"]))
+            embedded = given["model"] == EMBEDDED or not ASSETS.keys().isdisjoint(given["texts"])
+            given["assets"] = assets_folder(needed=embedded)
         for name in ("assets", "out", "phi"):
             require_utf8(str(given[name]), f"--{name}")
         if options.latency is None:
@@ -132,7 +133,7 @@ class Arguments:
         return self.prompt_tokens + 1 + self.tokens
 
 
-def _assets(needed: bool) -> Path:
+def assets_folder(needed: bool) -> Path:
     """Returns the folder of the embedded model and texts: in the checkout, else in the user's cache.
 
     Raises:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import read_json, sha256_text, write_json, write_text
-from residual_mass.measure.arguments import EMBEDDED
-from residual_mass.measure.arguments import _assets as assets_folder
+from residual_mass.measure.arguments import EMBEDDED, assets_folder
 from residual_mass.measure.names import require_utf8, shown, title_of
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import percent_written
