@@ -124,8 +124,8 @@ def logits_of(
 
     Args:
         ids, positions: [B, T].
-        mask: [B, 1, 0, 0]; with four dimensions it is passed on as it is, so that transformers makes none, and without
-            elements it tells our attention that the call is of a text of ours.
+        mask: [B, 1, 1, 1] bool, all True; with four dimensions it is passed on as it is: transformers makes none,
+            and its size tells our attention in a compiled step that the call is of a text of ours.
         cache: what the model looks the number of tokens up in, if it does.
         keep: number of last tokens whose logits are computed; 0 means all.
 

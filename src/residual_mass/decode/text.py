@@ -107,7 +107,7 @@ class TextBatch:
         self._attend = attend
         self._called.clear()
         self._masks.clear()
-        mask = torch.ones(len(ids), 1, 0, 0, dtype=torch.bool, device=ids.device)
+        mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         with called(self):
             if compiled is None:
                 logits = logits_of(self.model, ids, positions, mask, self._count, keep)

@@ -195,7 +195,13 @@ def _dispatch(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if torch.compiler.is_compiling() and attention_mask is not None and attention_mask.numel() == 0:
+    hooked = hasattr(module, "residual_mass_handler")
+    if (
+        torch.compiler.is_compiling()
+        and not hooked
+        and attention_mask is not None
+        and attention_mask.numel() == len(query)
+    ):
         # A text of ours, whose prompt was read by the other way, which checks the options.
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend(query, key, value, module.layer_idx, scale), None

@@ -14,7 +14,7 @@ from tests.needs import KERNELS, needs
 from tests.unit.model.families import FAMILIES, Family, cases
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from residual_mass import PackedCache, partial_decoding, partial_generate
 from residual_mass.decode import compiled
@@ -131,6 +131,18 @@ def test_a_model_that_cannot_be_compiled_runs_as_it_is_after_a_line() -> None:
     with pytest.warns(UserWarning, match="steps of Unsure are not compiled: "):
         ours = answered(model, ids_of(1, 20), 10, True, "topk_moments")
     assert_same(ours, answered(model, ids_of(1, 20), 10, False, "topk_moments"), tolerance=0)
+
+
+def test_a_model_that_computes_with_its_mask_is_read_as_it_is() -> None:
+    torch.manual_seed(0)
+    config = DogeConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, bos_token_id=0, eos_token_id=None, pad_token_id=1,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = ids_of(1, 30)
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+    assert torch.equal(partial_generate(model, ids, max_new_tokens=8, method="topk", budget=1.0), plain)
 
 
 def test_what_cannot_be_compiled_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
