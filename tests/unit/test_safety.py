@@ -75,9 +75,7 @@ class Payload:
         return Path.touch, (self.victim,)
 
 
-def test_weights_that_are_a_pickle_are_refused_and_not_run(
-    tiny_assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_a_pickle_are_refused_and_not_run(tiny_assets: Path, tmp_path: Path) -> None:
     """A folder of the assets, and one that stands for the hub, whose loader takes pickles unless it is told not to."""
     folder = tmp_path / "models" / "tiny-llama"
     folder.mkdir(parents=True)
@@ -87,8 +85,7 @@ def test_weights_that_are_a_pickle_are_refused_and_not_run(
     torch.save({"model.norm.weight": Payload(tmp_path / "pwned")}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"model\.safetensors: no such file"):
         load_backbone(TINY, tmp_path, torch.device("cpu"))
-    on_hub = BackboneSpec(**{**vars(TINY), "source": "hub"})
-    monkeypatch.setattr("residual_mass.model.loading._location", lambda *_: (str(folder), {}))
+    on_hub = BackboneSpec(**{**vars(TINY), "source": "hub", "model_id": str(folder)})
     with pytest.raises(ValueError, match=r"model\.safetensors"):
         load_backbone(on_hub, tmp_path, torch.device("cpu"))
     assert not (tmp_path / "pwned").exists()

@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import TINY, byte_tokenizer, tiny_llama
+from tests.records import give_manifest
 from transformers import LlamaConfig, LlamaModel, LlavaConfig, T5Config
 
 from residual_mass.measure.models import find_model
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape
 from residual_mass.spec.specs import BackboneSpec
+from residual_mass.texts.assets import model_folder
 
 CPU = torch.device("cpu")
 UNREAD = "model.layers.1.mlp.up_proj.weight"
@@ -180,9 +182,9 @@ def test_files_that_are_missing_cut_or_of_another_kind(tmp_path: Path, monkeypat
     assert "save it there with tokenizer.save_pretrained, or install" in refusal(folder, monkeypatch)
 
 
-def test_random_weights_need_a_language_model_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(tmp_path)
-    monkeypatch.setattr("residual_mass.model.loading._location", lambda *_: (str(folder), {}))
+def test_random_weights_need_a_language_model_too(tmp_path: Path) -> None:
+    folder = saved(tmp_path / model_folder(TINY.model_id))
+    give_manifest(tmp_path)
     spec = BackboneSpec(**{**vars(TINY), "source": "random"})
     assert load_backbone(spec, tmp_path, CPU).shape.layers == 2
     T5Config(architectures=["T5Model"]).save_pretrained(folder)
