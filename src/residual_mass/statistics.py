@@ -1,5 +1,6 @@
 """Means over examples and then over tasks, with bootstrap intervals, paired permutation tests and Holm's correction.
 
+A resample is stored as the number of times that each example is drawn; the diagnostics draw heads and packs so, too.
 The values of a task are an array [rows, examples]; a row is an arm, or the difference of two arms on the same examples.
 Resamples and random signs depend on the seed, the task's name and its number of examples alone, so all rows of a task
 share them.
@@ -16,11 +17,13 @@ import numpy as np
 import pandas as pd
 from scipy.special import ndtri, stdtrit
 
-LEVEL, POWER = 0.95, 0.80
-"""Confidence level of intervals, and power of the test behind the minimal detectable effect."""
+LEVEL = 0.95
+"""Confidence level of intervals."""
+POWER = 0.80
+"""Power of the test behind the minimal detectable effect."""
 CHUNK = 256
 """Resamples drawn at a time, to bound memory; no result depends on it."""
-EXACT = 16
+MAX_EXACT_SIGNS = 16
 """Maximum number of differences of which all sign patterns are tried."""
 TIE = 1e-12
 """Sums that differ by less than this share of their terms' size count as equal: they differ by rounding only."""
@@ -49,22 +52,31 @@ class Means:
     def frame(self) -> pd.DataFrame:
         """The columns `value`, `stderr`, `ci_low` and `ci_high`."""
         low, high = percentile_interval(self.draws)
-        return pd.DataFrame({"value": self.value, "stderr": self.stderr, "ci_low": low, "ci_high": high}, self.index)
+        columns = {"value": self.value, "stderr": self.stderr, "ci_low": low, "ci_high": high}
+        return pd.DataFrame(columns, self.index)
 
 
 def means(tasks: Tasks, resamples: int, seed: int) -> Means:
     """Returns the means of every row, with resamples drawn within each task."""
-    value, errors, draws = [], [], np.zeros(1)
+    value = []
+    errors = []
+    draws = np.zeros(1)
     for task, of_task in tasks.items():
         values = np.asarray(of_task)
         rows, n = values.shape
         value.append(values.mean(axis=1))
-        errors.append(values.std(axis=1, ddof=1) / np.sqrt(n) if n > 1 else np.full(rows, np.nan))
-        sums = np.concatenate([counts @ values.T for counts in resampled(n, resamples, seed, task)]).T
-        draws = draws + (sums / n if n > 1 else np.nan)
+        sums = [counts @ values.T for counts in resampled(n, resamples, seed, task)]
+        of_resamples = np.concatenate(sums).T / n  # [rows, resamples]
+        if n > 1:
+            errors.append(values.std(axis=1, ddof=1) / np.sqrt(n))
+        else:
+            errors.append(np.full(rows, np.nan))
+            of_resamples = np.full_like(of_resamples, np.nan)
+        draws = draws + of_resamples
+    # The tasks' means are independent: their variances add up.
     stderr = np.sqrt(np.square(errors).sum(axis=0)) / len(tasks)
-    index = getattr(next(iter(tasks.values())), "index", None)
-    return Means(np.mean(value, axis=0), stderr, draws / len(tasks), index)
+    first = next(iter(tasks.values()))
+    return Means(np.mean(value, axis=0), stderr, draws / len(tasks), getattr(first, "index", None))
 
 
 def percentile_interval(draws: np.ndarray) -> np.ndarray:
@@ -76,38 +88,66 @@ def resampled(n: int, resamples: int, seed: int, task: str) -> Iterator[np.ndarr
     """Yields how often each of n examples is drawn: [resamples, n], in chunks."""
     rng = _generator(f"{seed} {task}")
     for size in _chunks(resamples):
-        cells = rng.integers(n, size=(size, n)) + n * np.arange(size)[:, None]
-        yield np.bincount(cells.ravel(), minlength=size * n).reshape(size, n).astype(np.float64)
+        drawn = rng.integers(n, size=(size, n))
+        yield draw_counts(drawn, n)
+
+
+def draw_counts(drawn: np.ndarray, n: int) -> np.ndarray:
+    """Returns how often each of n examples was drawn: indices [resamples, any] -> float64 [resamples, n]."""
+    # One count for all resamples at once: each has n numbers of its own.
+    resamples = len(drawn)
+    numbers = drawn + n * np.arange(resamples)[:, None]
+    counts = np.bincount(numbers.ravel(), minlength=n * resamples)
+    return counts.reshape(-1, n).astype(np.float64)
 
 
 def sign_flip_p(differences: Tasks, permutations: int, seed: int) -> np.ndarray:
     """Returns the two-sided p-value [rows] of the paired sign-flip permutation test that the mean difference is 0.
 
-    Exact for up to EXACT non-zero differences, else Monte Carlo with `permutations` random sign patterns.
+    Exact for up to MAX_EXACT_SIGNS non-zero differences, else Monte Carlo with `permutations` random sign patterns.
     """
     tasks = {name: np.asarray(values) for name, values in differences.items()}
-    shares = np.concatenate([values / values.shape[1] for values in tasks.values()], axis=1) / len(tasks)
-    bound = np.abs(shares.sum(axis=1)) - TIE * np.abs(shares).sum(axis=1)
-    many = np.count_nonzero(shares, axis=1) > EXACT
+    # [rows, examples of all tasks]: each example's share of the mean, so that a row's sum is its mean.
+    of_tasks = [values / values.shape[1] for values in tasks.values()]
+    shares = np.concatenate(of_tasks, axis=1) / len(tasks)
+    sizes = np.abs(shares).sum(axis=1)
+    observed = np.abs(shares.sum(axis=1))
+    bound = observed - TIE * sizes
+    many = np.count_nonzero(shares, axis=1) > MAX_EXACT_SIGNS
     p = np.empty(len(shares))
     for row in np.flatnonzero(~many):
         few = shares[row, shares[row] != 0]
-        p[row] = np.mean(np.abs(_all_signs(len(few)) @ few) >= bound[row])
+        flipped = np.abs(_all_signs(len(few)) @ few)
+        p[row] = np.mean(flipped >= bound[row])
     if many.any():
-        flipped = []
-        for task, values in tasks.items():
-            n, rng = values.shape[1], _generator(f"{seed} {task} signs")
-            signs = (2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1 for size in _chunks(permutations))
-            flipped.append(np.concatenate([chunk @ values[many].T for chunk in signs]).T / n)
-        as_extreme = np.count_nonzero(np.abs(np.mean(flipped, axis=0)) >= bound[many, None], axis=1)
+        of_many = {task: values[many] for task, values in tasks.items()}
+        flipped = np.abs(_randomly_flipped_means(of_many, permutations, seed))
+        as_extreme = np.count_nonzero(flipped >= bound[many, None], axis=1)
+        # The observed signs are one of the patterns, so p is never 0.
         p[many] = (1 + as_extreme) / (1 + permutations)
     return p
+
+
+def _randomly_flipped_means(tasks: Mapping[str, np.ndarray], permutations: int, seed: int) -> np.ndarray:
+    """Returns the mean over tasks of every row under each random sign pattern: [rows, permutations]."""
+    of_tasks = []
+    for task, values in tasks.items():
+        n = values.shape[1]
+        rng = _generator(f"{seed} {task} signs")
+        sums = []
+        for size in _chunks(permutations):
+            signs = 2.0 * rng.integers(2, size=(size, n), dtype=np.int8) - 1
+            sums.append(signs @ values.T)
+        of_tasks.append(np.concatenate(sums).T / n)
+    return np.mean(of_tasks, axis=0)
 
 
 @cache
 def _all_signs(n: int) -> np.ndarray:
     """Returns all patterns of n signs: [2^n, n]."""
-    return 1.0 - 2.0 * (np.arange(2**n)[:, None] >> np.arange(n) & 1)
+    patterns = np.arange(2**n)[:, None]
+    bits = patterns >> np.arange(n) & 1  # bit i of a pattern's number is the sign of i
+    return 1.0 - 2.0 * bits
 
 
 def minimal_detectable_effect(stderr: np.ndarray) -> np.ndarray:
@@ -115,7 +155,8 @@ def minimal_detectable_effect(stderr: np.ndarray) -> np.ndarray:
 
     NaN where differences have no spread, as with a single example or ties only.
     """
-    return ndtri([(1 + LEVEL) / 2, POWER]).sum() * np.where(stderr > 0, stderr, np.nan)
+    quantiles = ndtri([(1 + LEVEL) / 2, POWER])
+    return quantiles.sum() * np.where(stderr > 0, stderr, np.nan)
 
 
 def skewed_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -129,22 +170,30 @@ def skewed_interval(tasks: Sequence[np.ndarray]) -> tuple[float, float]:
         tasks: at least two values of each task, [examples]; the mean is over examples, then over tasks.
     """
     means = np.array([values.mean() for values in tasks])
-    errors = np.array([mean * _relative_error(values) for mean, values in zip(means, tasks, strict=True)])
     if not means.any():
         return 0.0, 0.0
+    relative_errors = np.array([_relative_error(values) for values in tasks])
+    errors = means * relative_errors
     relative = np.sqrt((errors**2).sum()) / means.sum()
-    factor = np.exp(stdtrit(sum(len(values) - 1 for values in tasks), (1 + LEVEL) / 2) * relative)
-    return float(means.mean() / factor), float(means.mean() * factor)
+    degrees = sum(len(values) - 1 for values in tasks)
+    t = stdtrit(degrees, (1 + LEVEL) / 2)
+    factor = np.exp(t * relative)
+    mean = means.mean()
+    return float(mean / factor), float(mean * factor)
 
 
 def _relative_error(values: np.ndarray) -> float:
     """Returns the standard error of the mean of values >= 0, divided by their mean; 0 if all are 0."""
-    n, mean = len(values), values.mean()
-    of_sample = values.std(ddof=1) / np.sqrt(n) / mean if mean else 0.0
+    n = len(values)
+    mean = values.mean()
+    if not mean:
+        return 0.0
+    of_sample = values.std(ddof=1) / np.sqrt(n) / mean
     if not values.all():  # no logarithm
         return float(of_sample)
     variance = np.log(values).var(ddof=1)
-    of_logarithms = np.sqrt(variance / n + variance**2 / (2 * (n - 1)))
+    of_variance = variance**2 / (2 * (n - 1))
+    of_logarithms = np.sqrt(variance / n + of_variance)
     return float(max(of_sample, min(of_logarithms, 1)))  # the sample's is never above 1
 
 
@@ -158,6 +207,15 @@ def holm(p_values: Sequence[float]) -> list[float]:
     # Adjusted values must keep the order of the p-values, although factors decrease.
     p[order] = np.maximum.accumulate(np.minimum(1.0, factors * p[order]))
     return p.tolist()
+
+
+def equal_parts(values: pd.Series, parts: int) -> pd.Series:
+    """Splits values in ascending order into parts whose sizes differ by at most one; returns the part of each value, 0
+    to `parts` - 1. Of equal values the first goes to the lower part.
+    """
+    # Sums of the same numbers in another order differ in the last digits, which would separate equal values.
+    rank = values.round(12).rank(method="first").astype(int) - 1
+    return rank * parts // len(values)
 
 
 def _generator(name: str) -> np.random.Generator:

@@ -13,7 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from residual_mass.statistics import EXACT, Tasks, holm, means, minimal_detectable_effect, sign_flip_p, skewed_interval
+from residual_mass.statistics import (
+    MAX_EXACT_SIGNS,
+    Tasks,
+    holm,
+    means,
+    minimal_detectable_effect,
+    sign_flip_p,
+    skewed_interval,
+)
 
 ROOT = Path(__file__).parents[2]
 scores_lists = st.lists(st.floats(0, 1), min_size=2, max_size=12)
@@ -102,9 +110,9 @@ def test_rounding_breaks_no_tie() -> None:
 
 
 def test_enumeration_is_used_up_to_so_many_differences() -> None:
-    for n in (1, 8, EXACT):  # of whose patterns two are as extreme, whatever the number of permutations
+    for n in (1, 8, MAX_EXACT_SIGNS):  # of whose patterns two are as extreme, whatever the number of permutations
         assert sign_flip_p(row(t=[1.0] * n + [0.0] * 30), 50, 0) == [2 / 2**n]
-    sampled = sign_flip_p(row(t=[1.0] * (EXACT + 1)), 50, 0)[0] * 51
+    sampled = sign_flip_p(row(t=[1.0] * (MAX_EXACT_SIGNS + 1)), 50, 0)[0] * 51
     assert sampled == pytest.approx(round(sampled)) and 1 <= sampled <= 3  # (b + 1) / (B + 1)
     assert sign_flip_p(row(t=[1.0] * 200), 999, 0) == [1 / 1000]  # never zero
 

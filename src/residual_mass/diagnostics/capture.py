@@ -58,9 +58,13 @@ def run(spec: CaptureSpec, assets: Path, phi: Path, prompts: Path | None, heads:
     of_heads, curves = captured(spec, backbone, maps.to(backbone.device), packs)
     place = {"backbone": spec.backbone, "corpus": spec.corpus, "length": spec.length}
     origin = {
-        "maps": spec.maps.label, "study": spec.study, "model_id": spec.backbone.model_id,
-        "revision": spec.backbone.revision, "weights": spec.backbone.weights, "phi_sha": maps.sha256,
-    }  # fmt: skip
+        "maps": spec.maps.label,
+        "study": spec.study,
+        "model_id": spec.backbone.model_id,
+        "revision": spec.backbone.revision,
+        "weights": spec.backbone.weights,
+        "phi_sha": maps.sha256,
+    }
     write_parquet(mass, with_place(curves, **place))
     write_parquet(heads, with_place(of_heads, **place, **origin))
     for output in (heads, mass):
@@ -75,20 +79,25 @@ def captured(
     Raises:
         ValueError: the anchors leave too few tokens, or errors with the maps are not finite; names the layer.
     """
-    length, anchors, folded = tokens_of(spec.length), spec.anchors, maps.folded()
-    ks = ks_of(spec.budgets, spec.length, anchors)
-    budgets = {"k": ks, "budget_percent": spec.budgets}
-    mid = partition(full_prefix(length, backbone.device), anchors.sink, anchors.tail).mid
+    length = tokens_of(spec.length)
+    anchors = spec.anchors
+    folded = maps.folded()
+    budgets = {"k": ks_of(spec.budgets, spec.length, anchors), "budget_percent": spec.budgets}
+    prefix = full_prefix(length, backbone.device)
+    mid = partition(prefix, anchors.sink, anchors.tail).mid
     mass_ks = round_ks(length - anchors.sink - anchors.tail)
     heads: list[pd.DataFrame] = []
     curves: list[pd.DataFrame] = []
 
     def visit(pack: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        measures = ReadLayer(queries, keys, values, scale, spec.budgets, anchors, folded[layer]).accounting()
-        if not (measures["e_sub"] + measures["e_nosub"]).isfinite().all():
+        read = ReadLayer(queries, keys, values, scale, spec.budgets, anchors, folded[layer])
+        measures = read.accounting()
+        errors = measures["e_sub"] + measures["e_nosub"]
+        if not errors.isfinite().all():
             raise ValueError(f"layer {layer}: errors with the feature maps are not finite; {MAPS_AT_FAULT}")
         heads.append(tidy(measures, ("head", "query"), budgets, pack=pack, layer=layer))
-        recovered = mass_curve(attention_scores(grouped(queries, len(keys)), keys, scale), mid, mass_ks)
+        scores = attention_scores(grouped(queries, len(keys)), keys, scale)
+        recovered = mass_curve(scores, mid, mass_ks)
         c_mid = recovered.reshape(*queries.shape[:2], -1).mean(1)  # [Hq, len(mass_ks)]
         curves.append(tidy({"c_mid": c_mid}, ("head",), {"k": mass_ks}, pack=pack, layer=layer))
 
@@ -99,6 +108,8 @@ def captured(
 
 def round_ks(most: int) -> list[int]:
     """Returns round numbers in ascending order from 1, then `most`."""
-    powers = range(len(str(most)))
-    grid = {int(digit * 10**power) for power in powers for digit in ROUND_DIGITS if digit * 10**power < most}
-    return sorted(grid | {most})
+    ks = {most}
+    for power in range(len(str(most))):
+        of_decade = [digit * 10**power for digit in ROUND_DIGITS]
+        ks |= {int(k) for k in of_decade if k < most}
+    return sorted(ks)

@@ -19,7 +19,7 @@ import numpy as np
 from residual_mass.diagnostics.samples import Sample, ratio
 from residual_mass.spec.texts import PROMPT_PACKS
 
-EXACT = 1e-6
+ROUNDING = 1e-6
 """Relative errors below this are rounding."""
 
 
@@ -46,7 +46,8 @@ class Claim:
     def applies(self, sample: Sample) -> bool:
         """Whether the statement is about this setting."""
         corpus = sample.facts["corpus"]
-        return self.about in ("any", corpus if corpus in PROMPT_PACKS else "text")
+        kind = corpus if corpus in PROMPT_PACKS else "text"
+        return self.about in ("any", kind)
 
 
 CLAIMS: list[Claim] = []
@@ -81,23 +82,29 @@ def gain_rises_with_entropy(s: Sample) -> np.ndarray:
 @claim("entropy_gain", "mean loss of the heads that lose, lowest entropy quartile minus the others")
 def losses_at_low_entropy(s: Sample) -> np.ndarray:
     """Where completion raises the error, it does so by most on heads of low mid-region entropy."""
-    gain, sizes = s.by_head("gain"), [len(group) for group in s.quartiles]
+    gain = s.by_head("gain")
+    sizes = [len(group) for group in s.quartiles]
     losing = s.over_quartiles(gain < 0) * sizes
     lost = s.over_quartiles(np.maximum(-gain, 0)) * sizes
-    return ratio(lost[:, 0], losing[:, 0]) - ratio(lost[:, 1:].sum(axis=1), losing[:, 1:].sum(axis=1))
+    of_lowest = ratio(lost[:, 0], losing[:, 0])
+    of_others = ratio(lost[:, 1:].sum(axis=1), losing[:, 1:].sum(axis=1))
+    return of_lowest - of_others
 
 
 @claim("entropy_gain", "share of heads with a loss, lowest entropy quartile minus the other heads")
 def losses_more_frequent_at_low_entropy(s: Sample) -> np.ndarray:
     """Completion raises the error more often on heads of low mid-region entropy than on others."""
-    losing, sizes = s.over_quartiles(s.by_head("gain") < 0), np.array([len(group) for group in s.quartiles])
-    return losing[:, 0] - (losing[:, 1:] * sizes[1:]).sum(axis=1) / sizes[1:].sum()
+    losing = s.over_quartiles(s.by_head("gain") < 0)
+    sizes = np.array([len(group) for group in s.quartiles])
+    of_others = (losing[:, 1:] * sizes[1:]).sum(axis=1)
+    return losing[:, 0] - of_others / sizes[1:].sum()
 
 
 @claim("quartile_error", "least mean gain over quartiles and K", one_budget=False)
 def completion_helps_in_every_quartile(s: Sample) -> np.ndarray:
     """Completion lowers the mean error in every entropy quartile at every K."""
-    return np.concatenate([s.over_quartiles(s.by_head("gain", budget)) for budget in s.ks], axis=1)
+    gains = [s.over_quartiles(s.by_head("gain", budget)) for budget in s.ks]
+    return np.concatenate(gains, axis=1)
 
 
 @claim("quartile_error", "rank correlation of entropy and error of TopK over heads")
@@ -115,17 +122,25 @@ def completion_error_rises_with_entropy(s: Sample) -> np.ndarray:
 @claim("quartile_error", "least fall of the mean error between neighbouring K, over both methods", one_budget=False)
 def errors_fall_with_k(s: Sample) -> np.ndarray:
     """More retrieved tokens lower the error of TopK and of completion."""
-    budgets = dict(sorted((k, budget) for budget, k in s.ks.items())).values()  # those of the same K count once
-    errors = [np.stack([s.mean(name, budget) for budget in budgets], axis=1) for name in ("e_topk", "e_sub")]
-    return -np.concatenate([np.diff(error, axis=1) for error in errors], axis=1)
+    by_k = sorted((k, budget) for budget, k in s.ks.items())
+    budgets = dict(by_k).values()  # those of the same K count once
+    falls = []
+    for name in ("e_topk", "e_sub"):
+        errors = [s.mean(name, budget) for budget in budgets]
+        falls.append(-np.diff(np.stack(errors, axis=1), axis=1))
+    return np.concatenate(falls, axis=1)
 
 
 @claim("mass_curves", "least lead in mass recovery of the lowest over the highest quartile, up to the table's K")
 def mass_recovered_faster_at_low_entropy(s: Sample) -> np.ndarray:
     """Few tokens hold more of the mid-region's mass on heads of low entropy than on heads of high entropy."""
     grid = s.mass.index.unique("k")
-    shares = [s.over_quartiles(s.mass_at(k)) for k in grid if k <= max(s.ks[s.budget], grid[0])]
-    return np.stack([share[:, 0] - share[:, -1] for share in shares], axis=1)
+    largest = max(s.ks[s.budget], grid[0])
+    leads = []
+    for k in grid[grid <= largest]:
+        shares = s.over_quartiles(s.mass_at(k))
+        leads.append(shares[:, 0] - shares[:, -1])
+    return np.stack(leads, axis=1)
 
 
 @claim("entropy_heatmap", "rank correlation of entropy and estimated residual share over heads")
@@ -168,9 +183,12 @@ def subtraction_better_on_average(s: Sample) -> np.ndarray:
 @claim("fullsub_nosub_delta", "mean log-Z error of heads that favour Sub minus that of heads that favour NoSub")
 def nosub_wins_where_underestimated(s: Sample) -> np.ndarray:
     """Heads that favour NoSub are those whose residual mass is underestimated more, or overestimated less."""
-    defined, delta = s.by_head("log_z_defined"), s.by_head("delta")
+    defined = s.by_head("log_z_defined")
+    delta = s.by_head("delta")
     error = np.nan_to_num(ratio(s.by_head("log_z_error"), defined))
-    return s.mean_where(error, (delta < 0) & (defined > 0)) - s.mean_where(error, (delta > 0) & (defined > 0))
+    favour_sub = (delta < 0) & (defined > 0)
+    favour_nosub = (delta > 0) & (defined > 0)
+    return s.mean_where(error, favour_sub) - s.mean_where(error, favour_nosub)
 
 
 # ---- about all settings ----------------------------------------------------------------------------------------------
@@ -191,16 +209,20 @@ def residual_overestimated_somewhere(samples: Sequence[Sample]) -> np.ndarray:
 @claim("exact_accounting", "least lead of Sub over TopK and NoSub in mean error, over settings", about="all")
 def sub_lowest_everywhere(samples: Sequence[Sample]) -> np.ndarray:
     """Completion with subtraction has the lowest mean error of the approximate methods in every setting."""
-    return np.stack([s.mean(name) - s.mean("e_sub") for s in samples for name in ("e_topk", "e_nosub")], axis=1)
+    leads = []
+    for s in samples:
+        leads += [s.mean(name) - s.mean("e_sub") for name in ("e_topk", "e_nosub")]
+    return np.stack(leads, axis=1)
 
 
 @claim(
-    "exact_accounting", f"{EXACT:g} minus the largest mean error of ExactSub, over settings and K",
+    "exact_accounting", f"{ROUNDING:g} minus the largest mean error of ExactSub, over settings and K",
     one_budget=False, about="all", decimals=".3e",
 )  # fmt: skip
 def exact_sub_is_exact(samples: Sequence[Sample]) -> np.ndarray:
     """With the true residual, subtraction recovers full attention up to rounding."""
-    return EXACT - np.stack([s.mean("e_exact_sub", budget) for s in samples for budget in s.ks], axis=1)
+    errors = [s.mean("e_exact_sub", budget) for s in samples for budget in s.ks]
+    return ROUNDING - np.stack(errors, axis=1)
 
 
 @claim(
@@ -209,4 +231,5 @@ def exact_sub_is_exact(samples: Sequence[Sample]) -> np.ndarray:
 )  # fmt: skip
 def exact_nosub_lower_somewhere(samples: Sequence[Sample]) -> np.ndarray:
     """Counting the retrieved tokens twice, but with the true masses, has a lower error than completion somewhere."""
-    return np.stack([s.mean("e_sub") - s.mean("e_exact_nosub") for s in samples], axis=1)
+    leads = [s.mean("e_sub") - s.mean("e_exact_nosub") for s in samples]
+    return np.stack(leads, axis=1)

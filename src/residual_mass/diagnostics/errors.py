@@ -37,7 +37,7 @@ from residual_mass.spec.settings import AnchorSpec
 
 TOPK, PHI, NOSUB = "topk", "topk_phi", "topk_phi_nosub"
 """The paper's methods."""
-FACTS = ("h_mid", "skewness", "kurtosis")
+MID_FACTS = ("h_mid", "skewness", "kurtosis")
 """Normalised entropy of attention within the mid-region, skewness and excess kurtosis of its scores."""
 
 
@@ -69,13 +69,20 @@ class ReadLayer:
         anchors: AnchorSpec,
         maps: tuple[Map, Map] | None,
     ) -> None:
-        self.shape, self.budgets, self.anchors = queries.shape[:2], budgets, anchors
-        self.layer = build_prefix(keys[None], values[None], full_prefix(keys.shape[1], keys.device)[None], anchors)
-        self.log_query, self.summary = None, None
+        self.shape = queries.shape[:2]
+        self.budgets = budgets
+        self.anchors = anchors
+        self.scale = scale
+        self.values = values[None]
+        prefix = full_prefix(keys.shape[1], keys.device)[None]
+        self.layer = build_prefix(keys[None], self.values, prefix, anchors)
+        self.rows = self._rows(queries)
+        self.log_query = None
+        self.summary = None
         if maps is not None:
-            self.log_query = self._rows(map_heads(maps[0], queries[None])[0])
-            self.summary = summarise_prefix(self.layer, maps[1])
-        self.rows, self.values, self.scale = self._rows(queries), values[None], scale
+            map_query, map_key = maps
+            self.log_query = self._rows(map_heads(map_query, queries[None])[0])
+            self.summary = summarise_prefix(self.layer, map_key)
         self._read: dict[Selector | None, Read] = {}
 
     def read(self, method: str) -> Read:
@@ -97,21 +104,34 @@ class ReadLayer:
         was read (NaN where K is 0), tokens_read the number of distinct tokens that the query heads of a KV head read
         exactly or whose stored values they read by choice, anchors included.
         """
-        read, best = self.read(method), self.read(TOPK)
+        read = self.read(method)
         terms, log_mass = self._terms(method, read)
-        found, wanted = (
-            exact_terms(best.reading.scores, self.values, mask).log_mass() for mask in (best.mid & read.mid, best.mid)
-        )
-        by_head = self._chosen(method, read).unflatten(2, (len(self.budgets), -1, self.shape[1]))
-        tokens = by_head.any(3, keepdim=True).sum(-1) + int(self.layer.partition.anchors.sum())
+        full = merge(read.exact, read.rest)
         measures = {
-            "error": rel_l1(merge(terms), merge(read.exact, read.rest)),
+            "error": rel_l1(merge(terms), full),
             "log_z_error": log_mass - read.rest.log_mass(),
+            # The share Z_R / (Z_E + Z_R) is the sigmoid of log Z_R - log Z_E.
             "residual_share_hat": torch.sigmoid(log_mass - read.exact.log_mass()),
-            "recall": (found - wanted).exp(),
-            "tokens_read": tokens.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype),
+            "recall": self._recall(read),
+            "tokens_read": self._tokens_read(method, read),
         }
         return {name: self._by_head(value) for name, value in measures.items()}
+
+    def _recall(self, read: Read) -> Tensor:
+        """Computes the share of the true top K's mass that was read: [1, Hkv, R]."""
+        best = self.read(TOPK)
+        scores = best.reading.scores
+        found = exact_terms(scores, self.values, best.mid & read.mid).log_mass()
+        wanted = exact_terms(scores, self.values, best.mid).log_mass()
+        return (found - wanted).exp()
+
+    def _tokens_read(self, method: str, read: Read) -> Tensor:
+        """Counts the tokens that at least one query head of a KV head reads for a query: [1, Hkv, R]."""
+        num_queries = self.shape[1]
+        by_head = self._chosen(method, read).unflatten(2, (len(self.budgets), -1, num_queries))  # B, G, Q
+        of_group = by_head.any(3, keepdim=True).sum(-1)
+        tokens = of_group + int(self.layer.partition.anchors.sum())
+        return tokens.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype)
 
     def accounting(self) -> dict[str, Tensor]:
         """Measures TopK and the feature maps as the paper's diagnostics do; entries [Hq, Q, B].
@@ -122,36 +142,40 @@ class ReadLayer:
         the total, h_mid and c_mid the entropy and the mass recovery of full attention; clamped is True where the
         subtraction left only rounding errors.
         """
-        read, (anchors, mid) = self.read(TOPK), self.layer.partition
-        scores, exact, rest = read.reading.scores, read.exact, read.rest
-        once = scores[:, :, : scores.shape[2] // len(self.budgets)]  # the same for every budget
+        read = self.read(TOPK)
+        anchors, mid = self.layer.partition
+        scores = read.reading.scores
+        num_rows = scores.shape[2] // len(self.budgets)
+        once = scores[:, :, :num_rows]  # the same for every budget
 
         def repeated(x: Tensor) -> Tensor:
             return torch.cat([x] * len(self.budgets), dim=2)
 
         full = repeated(merge(exact_terms(once, self.values, anchors | mid)))
         whole_mid = Terms(*map(repeated, exact_terms(once, self.values, mid)))
-        (sub, log_z_hat), (nosub, _) = (self._terms(method, read) for method in (PHI, NOSUB))
-        log_z_true = rest.log_mass()
-        measures = {
-            "e_topk": rel_l1(merge(exact), full),
-            "e_sub": rel_l1(merge(sub), full),
-            "e_nosub": rel_l1(merge(nosub), full),
-            "e_exact_sub": rel_l1(merge(exact, rest), full),
-            "e_exact_nosub": rel_l1(merge(exact, whole_mid), full),
-            "log_z_hat": log_z_hat,
-            "log_z_true": log_z_true,
-            "residual_share_hat": torch.sigmoid(log_z_hat - exact.log_mass()),
-            "residual_share": residual_share(exact, rest),
-            "h_mid": repeated(mid_entropy(once, mid)),
-            "c_mid": mass_recovery(scores, mid, read.mid),
-            "clamped": (log_z_hat == -torch.inf) & (log_z_true > -torch.inf),
+        sub, log_z_hat = self._terms(PHI, read)
+        nosub, _ = self._terms(NOSUB, read)
+        log_z_true = read.rest.log_mass()
+        outputs = {
+            "e_topk": merge(read.exact),
+            "e_sub": merge(sub),
+            "e_nosub": merge(nosub),
+            "e_exact_sub": merge(read.exact, read.rest),
+            "e_exact_nosub": merge(read.exact, whole_mid),
         }
+        measures = {name: rel_l1(output, full) for name, output in outputs.items()}
+        measures |= {"log_z_hat": log_z_hat, "log_z_true": log_z_true}
+        measures["residual_share_hat"] = torch.sigmoid(log_z_hat - read.exact.log_mass())
+        measures["residual_share"] = residual_share(read.exact, read.rest)
+        measures["h_mid"] = repeated(mid_entropy(once, mid))
+        measures["c_mid"] = mass_recovery(scores, mid, read.mid)
+        measures["clamped"] = (log_z_hat == -torch.inf) & (log_z_true > -torch.inf)
         return {name: self._by_head(value) for name, value in measures.items()}
 
     def _terms(self, method: str, read: Read) -> tuple[Terms, Tensor]:
         """Computes the terms of `prefix_terms`, and log Z_R hat, which they include: [1, Hkv, R, ...]."""
-        rule, arms = method_named(method), self._arms(method)
+        rule = method_named(method)
+        arms = self._arms(method)
         if rule.own is not None:
             ((_, own),) = own_residuals(read.reading, self.layer, arms)
             return added(read.exact, own), own.log_mass()
@@ -169,14 +193,19 @@ class ReadLayer:
         return chosen
 
     def facts(self) -> dict[str, Tensor]:
-        """Computes `FACTS` of the mid-region: [Hq, Q] each."""
-        scores, mid = self.read(TOPK).reading.scores, self.layer.partition.mid
+        """Computes `MID_FACTS` of the mid-region: [Hq, Q] each."""
+        scores = self.read(TOPK).reading.scores
+        mid = self.layer.partition.mid
         values = (mid_entropy(scores, mid), *score_shape(scores, mid))
-        return {name: self._by_head(value)[..., 0] for name, value in zip(FACTS, values, strict=True)}
+        facts = {}
+        for name, value in zip(MID_FACTS, values, strict=True):
+            facts[name] = self._by_head(value)[..., 0]  # the same at every budget
+        return facts
 
     def state_bytes(self, method: str) -> int:
         """Returns the bytes that a method keeps of the prefix per KV head: S and u, or states of its own."""
-        rule, size = method_named(method), 0
+        rule = method_named(method)
+        size = 0
         if rule.needs_maps and self.summary is not None:
             size += state_bytes((self.summary.state.numerator, self.summary.state.mass))
         if rule.own is not None:
@@ -187,14 +216,18 @@ class ReadLayer:
 
     def _rows(self, x: Tensor) -> Tensor:
         """Repeats rows for every budget: [Hq, Q, C] -> [1, Hkv, R, C]."""
-        return grouped(x, self.layer.keys.shape[1]).repeat(1, len(self.budgets), 1)[None]
+        num_kv_heads = self.layer.keys.shape[1]
+        rows = grouped(x, num_kv_heads)
+        return rows.repeat(1, len(self.budgets), 1)[None]
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[1, Hkv, R] -> [Hq, Q, B]."""
-        return x[0].unflatten(-1, (len(self.budgets), -1)).transpose(-1, -2).reshape(*self.shape, -1)
+        by_budget = x[0].unflatten(-1, (len(self.budgets), -1))  # [Hkv, B, G * Q]
+        return by_budget.transpose(-1, -2).reshape(*self.shape, -1)
 
     def _arms(self, method: str) -> ArmRows:
-        length, device = self.layer.keys.shape[2], self.layer.keys.device
+        _, num_kv_heads, length, _ = self.layer.keys.shape
+        device = self.layer.keys.device
         arms = [ArmSpec(method, budget) for budget in self.budgets]
-        rows = self.shape.numel() // self.layer.keys.shape[1]
+        rows = self.shape.numel() // num_kv_heads
         return arm_rows(arms, rows, [length], self.anchors, length, device, tokens=self.shape[1])

@@ -19,17 +19,18 @@ from residual_mass.provenance import Record
 from residual_mass.spec.specs import FindingsSpec
 from residual_mass.spec.texts import CWE
 
-ACCOUNTING = (
+ACCOUNTING_COLUMNS = (
     "study backbone corpus length maps budget_percent k e_topk e_topk_ci_low e_topk_ci_high e_nosub e_nosub_ci_low "
     "e_nosub_ci_high e_sub e_sub_ci_low e_sub_ci_high e_exact_sub e_exact_nosub log_z_error log_z_error_ci_low "
     "log_z_error_ci_high clamped_share packs heads rows model_id revision weights phi_sha"
 ).split()
-CLAIMED = (
+CLAIM_COLUMNS = (
     "study backbone claim statement shown_in corpus length k primary statistic estimate ci_low ci_high verdict "
     "clamped_share packs heads model_id revision weights phi_sha"
 ).split()
-ALL = "all"
-Row = dict[str, Any]
+ALL_SETTINGS = "all"
+"""Corpus and length of a claim about all settings."""
+CsvRow = dict[str, Any]
 
 
 def run(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], accounting: Path, claims: Path) -> None:
@@ -48,53 +49,82 @@ def run(spec: FindingsSpec, heads: Sequence[Path], mass: Sequence[Path], account
     record = Record("findings", spec, [*heads, *mass])
     as_is = [Sample.read(*files, spec.budget_percent) for files in zip(heads, mass, strict=True)]
     drawn = [sample.resampled(spec.bootstrap_resamples, spec.seed) for sample in as_is]
-    rows = [row for pair in zip(as_is, drawn, strict=True) for row in _accounting(*pair)]
-    write_text(accounting, csv_text(ACCOUNTING, rows))
-    write_text(claims, csv_text(CLAIMED, _claims(spec, as_is, drawn)))
+    rows: list[CsvRow] = []
+    for sample, draws in zip(as_is, drawn, strict=True):
+        rows += _accounting(sample, draws)
+    write_text(accounting, csv_text(ACCOUNTING_COLUMNS, rows))
+    write_text(claims, csv_text(CLAIM_COLUMNS, _claims(spec, as_is, drawn)))
     for path in (accounting, claims):
         record.write(path)
 
 
-def _accounting(as_is: Sample, drawn: Sample) -> Iterator[Row]:
-    about = as_is.facts | _sizes(as_is) | {"rows": as_is.rows}
+def _accounting(as_is: Sample, drawn: Sample) -> Iterator[CsvRow]:
+    common = as_is.facts | _sizes(as_is) | {"rows": as_is.rows}
     for budget, k in as_is.ks.items():
-        row: Row = {**about, "budget_percent": budget_text(budget), "k": k}
+        row: CsvRow = {**common, "budget_percent": budget_text(budget), "k": k}
         for name in ("e_topk", "e_nosub", "e_sub"):
             row |= estimate(as_is.mean(name, budget), drawn.mean(name, budget)).columns(name)
         row |= estimate(as_is.log_z_error(budget), drawn.log_z_error(budget)).columns("log_z_error")
         row["e_exact_sub"] = text(as_is.mean("e_exact_sub", budget)[0], ".3e")
         row["e_exact_nosub"] = text(as_is.mean("e_exact_nosub", budget)[0])
-        yield row | {"clamped_share": text(as_is.mean("clamped", budget)[0])}
+        row["clamped_share"] = text(as_is.mean("clamped", budget)[0])
+        yield row
 
 
-def _claims(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[Row]:
+def _claims(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[CsvRow]:
     for sample, draws in zip(as_is, drawn, strict=True):
-        for claim in (claim for claim in CLAIMS if claim.applies(sample)):
-            if row := _claim(claim, sample, draws, [sample]):
-                place = f"{CWE if claim.about == CWE else spec.corpus} {spec.length}"
-                k = {"k": sample.ks[sample.budget]} if claim.one_budget else {}
-                yield row | k | {"primary": int(sample.name == place)}
-    for claim in (claim for claim in CLAIMS if claim.about == ALL):
-        yield _claim(claim, as_is, drawn, as_is) | {"corpus": ALL, "length": ALL, "primary": 1}
+        applying = [claim for claim in CLAIMS if claim.applies(sample)]
+        for claim in applying:
+            row = _claim(claim, sample, draws, [sample])
+            if not row:
+                continue
+            if claim.one_budget:
+                row["k"] = sample.ks[sample.budget]
+            corpus = CWE if claim.about == CWE else spec.corpus
+            row["primary"] = int(sample.name == f"{corpus} {spec.length}")
+            yield row
+    about_all = [claim for claim in CLAIMS if claim.about == "all"]
+    for claim in about_all:
+        row = _claim(claim, as_is, drawn, as_is)
+        yield row | {"corpus": ALL_SETTINGS, "length": ALL_SETTINGS, "primary": 1}
 
 
-def _claim(claim: Claim, as_is: Any, drawn: Any, samples: Sequence[Sample]) -> Row:
+def _claim(claim: Claim, as_is: Any, drawn: Any, samples: Sequence[Sample]) -> CsvRow:
     """Returns the row of a claim about these samples; empty if there is nothing to compare."""
     numbers = claim.number(as_is)
     if not numbers.size:
         return {}
-    value, low, high = (text(x, claim.decimals) for x in estimate(numbers, claim.number(drawn), claim.extreme))
-    # By the printed interval, so that rounding errors around 0 decide nothing. An empty one is undecided.
-    verdict = "holds" if low and float(low) > 0 else "does not hold" if high and float(high) < 0 else "undecided"
-    clamped = [s.mean("clamped", b)[0] for s in samples for b in ([s.budget] if claim.one_budget else s.ks)]
-    return {
-        **{name: fact for name, fact in samples[0].facts.items() if name in CLAIMED},
-        **_sizes(min(samples, key=lambda sample: sample.packs.size)),
-        "claim": claim.name, "statement": claim.statement, "shown_in": claim.shown_in, "statistic": claim.statistic,
-        "estimate": value, "ci_low": low, "ci_high": high, "verdict": verdict,
-        "clamped_share": text(float(np.mean(clamped))),
-    }  # fmt: skip
+    found = estimate(numbers, claim.number(drawn), claim.extreme)
+    low = text(found.low, claim.decimals)
+    high = text(found.high, claim.decimals)
+    smallest = min(samples, key=lambda sample: sample.packs.size)
+    row = {name: fact for name, fact in samples[0].facts.items() if name in CLAIM_COLUMNS}
+    row |= _sizes(smallest)
+    row |= {"claim": claim.name, "statement": claim.statement}
+    row |= {"shown_in": claim.shown_in, "statistic": claim.statistic}
+    row |= {"estimate": text(found.value, claim.decimals), "ci_low": low, "ci_high": high}
+    row["verdict"] = _verdict(low, high)
+    row["clamped_share"] = text(_clamped_share(claim, samples))
+    return row
 
 
-def _sizes(sample: Sample) -> Row:
+def _verdict(low: str, high: str) -> str:
+    """Decides by the printed interval, so that rounding errors around 0 decide nothing; an empty one is undecided."""
+    if low and float(low) > 0:
+        return "holds"
+    if high and float(high) < 0:
+        return "does not hold"
+    return "undecided"
+
+
+def _clamped_share(claim: Claim, samples: Sequence[Sample]) -> float:
+    """Returns the mean over the samples, at the budgets that the claim is about."""
+    shares = []
+    for sample in samples:
+        budgets = [sample.budget] if claim.one_budget else sample.ks
+        shares += [sample.mean("clamped", budget)[0] for budget in budgets]
+    return float(np.mean(shares))
+
+
+def _sizes(sample: Sample) -> CsvRow:
     return {"packs": sample.packs.shape[1], "heads": sample.heads.shape[1]}

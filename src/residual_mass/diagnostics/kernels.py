@@ -39,10 +39,9 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
     backbone = load_backbone(spec.backbone, assets)
     shape = backbone.shape
     if spec.layer >= shape.layers or spec.head >= shape.query_heads:
-        raise ValueError(
-            f"diagnostics.head: {spec.backbone.name} has {shape.layers} layers of {shape.query_heads} query heads, "
-            f"there is no layer {spec.layer}, head {spec.head}; count from 0"
-        )
+        sizes = f"{shape.layers} layers of {shape.query_heads} query heads"
+        absent = f"there is no layer {spec.layer}, head {spec.head}; count from 0"
+        raise ValueError(f"diagnostics.head: {spec.backbone.name} has {sizes}, {absent}")
     maps = {label: PhiMaps.load(path, backbone.device) for label, path in files.items()}
     for phi_maps in maps.values():
         phi_maps.require(shape, spec.backbone.model_id, spec.backbone.revision)
@@ -51,8 +50,11 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
     frames: list[pd.DataFrame] = []
 
     def visit(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
-        if layer == spec.layer:
-            frames.extend(_frame(spec, label, x, queries, keys, scale) for label, x in maps.items())
+        if layer != spec.layer:
+            return
+        for label, phi_maps in maps.items():
+            frame = _frame(spec, label, phi_maps, queries, keys, scale)
+            frames.append(frame)
 
     visit_layers(backbone, pack, tokens_of(spec.length), visit)
     frame = with_place(pd.concat(frames), spec.backbone, spec.corpus, spec.length)
@@ -62,17 +64,22 @@ def run(spec: KernelsSpec, assets: Path, phi: Sequence[Path], prompts: Path | No
 
 def _frame(spec: KernelsSpec, label: str, maps: PhiMaps, queries: Tensor, keys: Tensor, scale: float) -> pd.DataFrame:
     """Returns the rows of a set of maps; queries [Hq, Q, D], keys [Hkv, L, D] of the layer."""
-    length, kv_head = keys.shape[1], spec.head * len(keys) // len(queries)
-    mid = partition(full_prefix(length, keys.device), spec.anchors.sink, spec.anchors.tail).mid
+    length = keys.shape[1]
+    kv_head = spec.head * len(keys) // len(queries)
+    prefix = full_prefix(length, keys.device)
+    mid = partition(prefix, spec.anchors.sink, spec.anchors.tail).mid
     (k,) = ks_of((spec.budget_percent,), spec.length, spec.anchors)
     scores = attention_scores(queries[spec.head], keys[kv_head], scale)
-    retrieved = exhaustive_topk(scores, mid, torch.full((len(scores),), k, device=keys.device)).mask(length)
-    log_query = map_heads(maps.query[spec.layer], queries[None])[0, spec.head]
-    log_key = map_heads(maps.key[spec.layer], keys[None])[0, kv_head, mid]
-    log_phi = torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])  # log <phi_q, phi_k>
+    ks = torch.full((len(scores),), k, device=keys.device)
+    retrieved = exhaustive_topk(scores, mid, ks).mask(length)
+    # Features are logarithms: log <phi_q, phi_k> is the logsumexp over M of their sums, here one query at a time.
+    log_query = map_heads(maps.query[spec.layer], queries[None])[0, spec.head]  # [Q, M]
+    log_key = map_heads(maps.key[spec.layer], keys[None])[0, kv_head, mid]  # [mid, M]
+    log_phi = torch.stack([torch.logsumexp(row + log_key, dim=-1) for row in log_query])
     if not log_phi.isfinite().all():
         raise ValueError(f"maps {label}, layer {spec.layer}: scores are not finite; {MAPS_AT_FAULT}")
     columns = {"retrieved": retrieved[:, mid], "log_kernel": scores[:, mid], "log_phi": log_phi}
     positions = {"position": mid.nonzero().squeeze(-1).tolist()}
-    constant = {"maps": label, "layer": spec.layer, "head": spec.head, "budget_percent": spec.budget_percent, "k": k}
+    constant = {"maps": label, "layer": spec.layer, "head": spec.head}
+    constant |= {"budget_percent": spec.budget_percent, "k": k}
     return tidy(columns, ("query",), positions, **constant)

@@ -68,7 +68,8 @@ def make_packs(
 
 def _prompt_packs(manifest: Path, task: str, backbone: Backbone, length: str, queries: int, packs: int) -> list[Pack]:
     require_prompts_of(manifest, "ruler", length, backbone.spec.tokenizer)
-    prompts = load_prompts(manifest, task, load_manifest(manifest)["examples"])
+    count = load_manifest(manifest)["examples"]
+    prompts = load_prompts(manifest, task, count)
     examples = [(prompt.prompt, gold_continuation(task, prompt.doc)) for prompt in prompts]
     front = special_prefix(backbone.tokenizer)
     wanted = tokens_of(length) - len(front)
@@ -79,7 +80,8 @@ def _prompt_packs(manifest: Path, task: str, backbone: Backbone, length: str, qu
     sequences: list[Pack] = []
     unused = iter(examples[packs:])
     for last, (prompt, answer) in enumerate(examples[:packs]):
-        prefill, before = tokens(prompt), last
+        prefill = tokens(prompt)
+        before = last  # once all others are used, those before this prompt come again
         while len(prefill) < wanted:
             filler = next(unused, None)
             if filler is None:
@@ -109,8 +111,10 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
             what = f"the queries, keys or values of layer {module.layer_idx} are not finite"
             raise ValueError(f"{backbone.spec.name}: {what}; {model_at_fault(backbone.spec)}")
         if window_of(module) is None:
-            queries, keys, values = q[0, :, length:], k[0, :, :length], v[0, :, :length]
-            visit(module.layer_idx, queries.float(), keys.float(), values.float(), scale)
+            queries = q[0, :, length:].float()
+            keys = k[0, :, :length].float()
+            values = v[0, :, :length].float()
+            visit(module.layer_idx, queries, keys, values, scale)
         return exact_attention(module, q, k, v, mask, scale)
 
     with attention_hook(backbone.model, handler, hybrid=hybrid):
@@ -132,14 +136,20 @@ def tidy(
     """Returns one row per entry of tensors [*names, any]. Columns: constants, the index in each named dimension, the
     values in `last` at the index in the last dimension, and the entries.
     """
-    *indices, slot = (index.ravel() for index in np.indices(next(iter(measured.values())).shape))
+    shape = next(iter(measured.values())).shape
+    *indices, slot = np.indices(shape).reshape(len(shape), -1)  # the index of each entry in each dimension
     columns = constant | dict(zip(names, indices, strict=True))
-    columns |= {name: np.asarray(values)[slot] for name, values in last.items()}
-    return pd.DataFrame(columns | {name: value.cpu().numpy().ravel() for name, value in measured.items()})
+    for name, values in last.items():
+        columns[name] = np.asarray(values)[slot]
+    for name, value in measured.items():
+        columns[name] = value.cpu().numpy().ravel()
+    return pd.DataFrame(columns)
 
 
 def with_place(frame: pd.DataFrame, backbone: BackboneSpec, corpus: str, length: str, **more: Any) -> pd.DataFrame:
     """Returns the frame with constant columns in front that describe its rows."""
     place = {"backbone": backbone.name, "corpus": corpus, "length": length, **more}
-    constant = pd.DataFrame({name: pd.Categorical([value]).repeat(len(frame)) for name, value in place.items()})
-    return pd.concat([constant, frame.reset_index(drop=True)], axis="columns")
+    columns = {}
+    for name, value in place.items():
+        columns[name] = pd.Categorical([value]).repeat(len(frame))
+    return pd.concat([pd.DataFrame(columns), frame.reset_index(drop=True)], axis="columns")

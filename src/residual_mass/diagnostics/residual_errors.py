@@ -9,7 +9,7 @@ Shape letters: Hq = query heads, Q = queries, B = budgets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -35,21 +35,35 @@ from residual_mass.spec.specs import ResidualErrorsSpec
 
 log = logging.getLogger(__name__)
 
-RESIDUAL_ERRORS = (
+RESIDUAL_ERROR_COLUMNS = (
     "study backbone corpus length method maps budget_percent k error error_ci_low error_ci_high over_topk "
     "over_topk_ci_low over_topk_ci_high heads_below_topk heads_below_phi log_z_error recall tokens_read "
     "scan_bytes row_bytes summary_bytes step_share state_bytes state_share kept_share held_share "
     "training_steps packs heads rows model_id revision weights phi_sha"
 ).split()
-RESIDUAL_HEADS = (
+"""Columns of the CSV; intervals are by pack.
+
+* `over_topk` is the ratio of mean errors; `heads_below_topk` and `heads_below_phi` are shares of (layer, query head).
+* `scan_bytes`, `row_bytes` and `summary_bytes` are what a step reads per KV head and layer (`methods.step_bytes`);
+  `step_share` is their sum over what full attention reads.
+* `state_bytes` is what a method keeps of a prompt in addition to keys and values.
+* The other shares are relative to a bfloat16 cache: `state_share` of the state, `kept_share` of all that is kept,
+  packed (`methods.step_bytes.kept_bytes`), and `held_share` of all that is held here, with keys and values in bfloat16
+  and the state as it is (one byte per code).
+"""
+RESIDUAL_HEAD_COLUMNS = (
     "backbone corpus length pack layer head method budget_percent k error log_z_error log_z_rows residual_share_hat "
     "recall tokens_read h_mid skewness kurtosis"
 ).split()
-BELOW = {"heads_below_topk": TOPK, "heads_below_phi": PHI}
+"""Columns of the Parquet file: means over a pack's queries. `log_z_error` is the mean of log Z_R hat - log Z_R over the
+`log_z_rows` queries where both are defined; `recall` and `tokens_read` are as in `ReadLayer.errors`.
+"""
+HEADS_BELOW = {"heads_below_topk": TOPK, "heads_below_phi": PHI}
 """The method that a head's error is compared with, by column."""
-DIGITS = "z.6g"
-MEANS = ("error", "residual_share_hat", "recall", "tokens_read")
-Row = dict[str, object]
+ERROR_DIGITS = "z.6g"
+MEAN_MEASURES = ("error", "residual_share_hat", "recall", "tokens_read")
+METHOD_AND_BUDGET = ["method", "budget_percent"]
+ErrorRow = dict[str, object]
 
 
 def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, out: Path) -> None:
@@ -59,32 +73,26 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
         phi: file of the maps `spec.maps`; None if no method needs them.
 
     Writes:
-        heads: Parquet, one row per (corpus, pack, layer, query head, method, budget): means over the pack's queries.
-            `log_z_error` is the mean of log Z_R hat - log Z_R over the `log_z_rows` queries where both are defined;
-            `recall` and `tokens_read` are as in `ReadLayer.errors`.
-        out: CSV, one row per (corpus, method, budget), intervals by pack. `over_topk` is the ratio of mean errors,
-            `heads_below_topk` and `heads_below_phi` are shares of (layer, query head). `scan_bytes`, `row_bytes` and
-            `summary_bytes` are what a step reads per KV head and layer (`methods.step_bytes`). `step_share` is their
-            sum over what full attention reads. `state_bytes` is what a method keeps of a prompt in addition to keys and
-            values. The other shares are relative to a bfloat16 cache: `state_share` of the state, `kept_share` of all
-            that is kept, packed (`methods.step_bytes.kept_bytes`), and `held_share` of all that is held here, with keys
-            and values in bfloat16 and the state as it is (one byte per code).
+        heads: Parquet with RESIDUAL_HEAD_COLUMNS, one row per (corpus, pack, layer, query head, method, budget).
+        out: CSV with RESIDUAL_ERROR_COLUMNS, one row per (corpus, method, budget).
     """
     record = Record("residual_errors", spec, [assets / MANIFEST, phi])
     backbone = load_backbone(spec.backbone, assets)
     maps = None if phi is None else PhiMaps.load(phi, backbone.device)
     if maps is not None:
         maps.require(backbone.shape, backbone.spec.model_id, backbone.spec.revision)
-    frames, lines = [], []
+    frames = []
+    lines: list[ErrorRow] = []
     for corpus in spec.corpora:
         frame = _measured(spec, backbone, maps, corpus, assets)
         frames.append(with_place(frame, spec.backbone, corpus, spec.length))
         lines += _lines(spec, backbone, maps, corpus, frame)
-    of_heads = pd.concat(frames, ignore_index=True)[RESIDUAL_HEADS]
+    of_heads = pd.concat(frames, ignore_index=True)[RESIDUAL_HEAD_COLUMNS]
     doubles = of_heads.select_dtypes("float64").columns.drop("budget_percent")
-    of_heads = of_heads.astype(dict.fromkeys(doubles, "float32") | {"method": pd.CategoricalDtype(list(spec.methods))})
-    write_parquet(heads, of_heads)
-    write_text(out, csv_text(RESIDUAL_ERRORS, lines))
+    dtypes: dict[str, object] = dict.fromkeys(doubles, "float32")
+    dtypes["method"] = pd.CategoricalDtype(list(spec.methods))
+    write_parquet(heads, of_heads.astype(dtypes))
+    write_text(out, csv_text(RESIDUAL_ERROR_COLUMNS, lines))
     for output in (heads, out):
         record.write(output, device=backbone.device, identity=backbone.identity)
 
@@ -102,10 +110,13 @@ def _measured(
     def visit(pack: int, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> None:
         of_layer = None if folded is None else folded[layer]
         read = ReadLayer(queries, keys, values, scale, spec.budgets, spec.anchors, of_layer)
-        facts = {name: value.double().mean(1, keepdim=True) for name, value in read.facts().items()}  # [Hq, 1]
+        facts = {}
+        for name, value in read.facts().items():
+            facts[name] = value.double().mean(1, keepdim=True)  # [Hq, 1]
         for method in spec.methods:
-            means = _means(read.errors(method), method, layer)
-            measured = means | {name: value.expand_as(means["error"]) for name, value in facts.items()}
+            measured = _means(read.errors(method), method, layer)
+            for name, value in facts.items():
+                measured[name] = value.expand_as(measured["error"])
             constant = {"pack": pack, "layer": layer, "method": method, "state_bytes": read.state_bytes(method)}
             frames.append(tidy(measured, ("head",), budgets, **constant))
 
@@ -120,64 +131,76 @@ def _means(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, Ten
         at_fault = f"; {MAPS_AT_FAULT}" if method_named(method).needs_maps else ""
         raise ValueError(f"layer {layer}: errors of {method} are not finite{at_fault}")
     defined = rows["log_z_error"].isfinite()
-    log_z_error = rows["log_z_error"].double().where(defined, torch.nan).nanmean(1)
-    means = {name: rows[name].double().mean(1) for name in MEANS}
-    return means | {"log_z_error": log_z_error, "log_z_rows": defined.sum(1)}
+    log_z_error = rows["log_z_error"].double().where(defined, torch.nan)
+    means = {name: rows[name].double().mean(1) for name in MEAN_MEASURES}
+    return means | {"log_z_error": log_z_error.nanmean(1), "log_z_rows": defined.sum(1)}
 
 
 def _lines(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, frame: pd.DataFrame
-) -> Iterator[Row]:
-    arm = ["method", "budget_percent"]
-    by_pack = frame.groupby([*arm, "pack"])["error"].mean().unstack("pack")
-    by_head = frame.groupby([*arm, "layer", "head"])["error"].mean().unstack(["layer", "head"])
-    packs, heads = by_pack.shape[1], by_head.shape[1]
+) -> Iterator[ErrorRow]:
+    """Yields the rows of the CSV for one corpus."""
+    by_pack = frame.groupby([*METHOD_AND_BUDGET, "pack"])["error"].mean().unstack("pack")
+    by_head = frame.groupby([*METHOD_AND_BUDGET, "layer", "head"])["error"].mean().unstack(["layer", "head"])
+    packs = by_pack.shape[1]
+    heads = by_head.shape[1]
     if packs == 1:
         log.warning("%s: one pack only, so no interval", corpus)
     drawn = drawn_packs(f"{corpus} {spec.length}", packs, spec.bootstrap_resamples, spec.seed)
-    errors = {place: (row.mean(keepdims=True), over_packs(drawn, row[None])[:, 0])
-              for place, row in zip(by_pack.index, by_pack.to_numpy(), strict=True)}  # fmt: skip
-    about: Row = {
-        "study": spec.study, "backbone": spec.backbone.name, "corpus": corpus, "length": spec.length, "packs": packs,
-        "heads": heads, "rows": packs * heads * spec.queries, "model_id": spec.backbone.model_id,
-        "revision": spec.backbone.revision, "weights": spec.backbone.weights,
-    }  # fmt: skip
-    for (method, budget), rows in frame.groupby(arm, sort=False):
-        line = about | {"method": method, "budget_percent": budget_text(budget), "k": rows["k"].iloc[0]}
+    as_is = {}
+    draws = {}
+    for arm, row in zip(by_pack.index, by_pack.to_numpy(), strict=True):
+        as_is[arm] = row.mean(keepdims=True)
+        draws[arm] = over_packs(drawn, row[None])[:, 0]
+    common: ErrorRow = {"study": spec.study, "backbone": spec.backbone.name, "corpus": corpus, "length": spec.length}
+    common |= {"packs": packs, "heads": heads, "rows": packs * heads * spec.queries}
+    common |= {"model_id": spec.backbone.model_id, "revision": spec.backbone.revision}
+    common["weights"] = spec.backbone.weights
+    for (method, budget), rows in frame.groupby(METHOD_AND_BUDGET, sort=False):
+        arm = (method, budget)
+        topk = (TOPK, budget)
+        line = common | {"method": method, "budget_percent": budget_text(budget), "k": rows["k"].iloc[0]}
         if maps is not None and method_named(method).needs_maps:
             steps = maps.training_facts.get("recipe", {}).get("steps", "")
             line |= {"maps": spec.maps.label, "training_steps": steps, "phi_sha": maps.sha256}
         line |= _bytes(spec, backbone, maps, method, rows["tokens_read"].mean(), rows["state_bytes"].iloc[0])
-        line |= _with_interval("error", errors[method, budget])
-        line |= _with_interval("over_topk", map(ratio, errors[method, budget], errors[TOPK, budget]))
-        for name, other in BELOW.items():
+        line |= _with_interval("error", as_is[arm], draws[arm])
+        line |= _with_interval("over_topk", ratio(as_is[arm], as_is[topk]), ratio(draws[arm], draws[topk]))
+        for name, other in HEADS_BELOW.items():
             if other in spec.methods and other != method:
-                line[name] = text((by_head.loc[(method, budget)] < by_head.loc[(other, budget)]).mean(), DIGITS)
+                is_below = by_head.loc[arm] < by_head.loc[(other, budget)]
+                line[name] = text(is_below.mean(), ERROR_DIGITS)
         gaps = (rows["log_z_error"] * rows["log_z_rows"]).sum()
         log_z_error = float(ratio(gaps, rows["log_z_rows"].sum()))
-        yield line | {"log_z_error": text(log_z_error, DIGITS), "recall": text(rows["recall"].mean(), DIGITS)}
+        line["log_z_error"] = text(log_z_error, ERROR_DIGITS)
+        line["recall"] = text(rows["recall"].mean(), ERROR_DIGITS)
+        yield line
 
 
 def _bytes(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, method: str, tokens_read: float, state: int
-) -> Row:
+) -> ErrorRow:
     """Returns the columns of bytes, given the mean number of tokens read exactly and the bytes of the state."""
-    shape, anchors = backbone.shape, spec.anchors.sink + spec.anchors.tail
+    shape = backbone.shape
+    anchors = spec.anchors.sink + spec.anchors.tail
     group = shape.query_heads // shape.kv_heads
-    step = Step(tokens_of(spec.length), shape.head_dim, group, anchors, tokens_read - anchors)
-    step = step if maps is None else step._replace(features=maps.map.d_phi)
-    rule, cache = method_named(method), full_bytes(step)
-    read, kept = step_bytes(rule, step), kept_bytes(rule, step)
+    features = 0 if maps is None else maps.map.d_phi
+    step = Step(tokens_of(spec.length), shape.head_dim, group, anchors, tokens_read - anchors, features)
+    rule = method_named(method)
+    cache = full_bytes(step)
+    read = step_bytes(rule, step)
+    kept = kept_bytes(rule, step)
     held = kept.cache + state + feature_bytes(rule, step, step.tokens)
-    sizes = {
-        "tokens_read": tokens_read, "scan_bytes": read.scan, "row_bytes": read.rows, "summary_bytes": read.summary,
-        "step_share": read.total / cache, "state_share": state / cache, "kept_share": kept.total / cache,
-        "held_share": held / cache,
-    }  # fmt: skip
-    return {"state_bytes": state} | {name: text(value, DIGITS) for name, value in sizes.items()}
+    sizes = {"tokens_read": tokens_read, "scan_bytes": read.scan, "row_bytes": read.rows, "summary_bytes": read.summary}
+    of_cache = {"step_share": read.total, "state_share": state, "kept_share": kept.total, "held_share": held}
+    sizes |= {name: size / cache for name, size in of_cache.items()}
+    row: ErrorRow = {name: text(value, ERROR_DIGITS) for name, value in sizes.items()}
+    return row | {"state_bytes": state}
 
 
-def _with_interval(name: str, numbers: Iterable[np.ndarray]) -> Row:
+def _with_interval(name: str, as_is: np.ndarray, drawn: np.ndarray) -> ErrorRow:
     """Returns the columns of a number, without its interval if that has no width, as for a single pack."""
-    found = estimate(*numbers)
-    return (found if found.low < found.high else BootstrapEstimate(found.value, np.nan, np.nan)).columns(name, DIGITS)
+    found = estimate(as_is, drawn)
+    if not found.low < found.high:
+        found = BootstrapEstimate(found.value, np.nan, np.nan)
+    return found.columns(name, ERROR_DIGITS)

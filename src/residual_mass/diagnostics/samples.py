@@ -16,9 +16,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-FACTS = ("study", "backbone", "corpus", "length", "maps", "model_id", "revision", "weights", "phi_sha")
-MEANS = "e_topk e_sub e_nosub e_exact_sub e_exact_nosub residual_share_hat h_mid clamped".split()
-LEVEL = 0.95
+from residual_mass.statistics import LEVEL, draw_counts, equal_parts
+
+SETTING_COLUMNS = ("study", "backbone", "corpus", "length", "maps", "model_id", "revision", "weights", "phi_sha")
+"""Columns of captured rows that are the same in all rows of a setting."""
+CAPTURED_MEANS = "e_topk e_sub e_nosub e_exact_sub e_exact_nosub residual_share_hat h_mid clamped".split()
+"""Columns of captured rows whose means over queries are used as they are."""
+CELL = ["budget_percent", "layer", "head", "pack"]
+CURVE = ["k", "layer", "head", "pack"]
 QUARTILES = 4
 
 
@@ -30,7 +35,7 @@ class Sample:
     empty. All others use a draw among all heads.
 
     Attributes:
-        facts: by FACTS.
+        facts: by SETTING_COLUMNS.
         ks: K of every budget, in ascending order of budgets.
         cells: by (budget, layer, head) and (name, pack): means over queries of the captured columns, of gain = e_topk -
             e_sub, of delta = e_sub - e_nosub, of log_z_error (0 if not defined), and of whether it is defined.
@@ -60,59 +65,72 @@ class Sample:
         Raises:
             ValueError: the backbone has too few heads for quartiles.
         """
-        index = ["budget_percent", "layer", "head", "pack"]
-        columns = [*FACTS, "k", *index, *MEANS, "log_z_hat", "log_z_true"]
+        columns = [*SETTING_COLUMNS, "k", *CELL, *CAPTURED_MEANS, "log_z_hat", "log_z_true"]
         frame = pd.read_parquet(heads, columns=columns)
-        rows = frame[[*MEANS, "log_z_hat", "log_z_true"]].astype(float)
-        errors = rows["log_z_hat"] - rows["log_z_true"]
-        defined = np.isfinite(rows["log_z_hat"]) & np.isfinite(rows["log_z_true"])
-        rows = rows[MEANS].assign(
-            gain=rows["e_topk"] - rows["e_sub"], delta=rows["e_sub"] - rows["e_nosub"],
-            log_z_error=errors.where(defined, 0.0), log_z_defined=defined.astype(float),
-        )  # fmt: skip
-        cells = rows.groupby([frame[name] for name in index]).mean().unstack("pack")
+        cells = _cell_means(frame)
         ks = frame.groupby("budget_percent")["k"].first().to_dict()
-        entropies = cells.loc[next(iter(ks))]["h_mid"].mean(axis=1).to_numpy()
-        if (count := len(entropies)) < QUARTILES:
+        at_first_budget = cells.loc[next(iter(ks))]  # entropies are the same at every budget
+        entropies = at_first_budget["h_mid"].mean(axis=1).to_numpy()
+        count = len(entropies)
+        if count < QUARTILES:
             raise ValueError(
                 f"{heads}: quartiles need {QUARTILES} heads, the backbone has {count}; leave it out of findings"
             )
-        curves = pd.read_parquet(mass, columns=["k", "layer", "head", "pack", "c_mid"])
-        packs = frame["pack"].nunique()
+        curves = pd.read_parquet(mass, columns=[*CURVE, "c_mid"])
+        each_head_once = np.ones((1, count))
         return cls(
-            facts={name: str(frame[name].iloc[0]) for name in FACTS},
-            ks=ks, cells=cells, mass=curves.set_index(["k", "layer", "head", "pack"])["c_mid"].unstack("pack"),
-            budget=budget, rows=len(frame) // len(ks),
-            order=np.argsort(entropies.round(12), kind="stable"),  # rounding of sums would separate equal heads
-            heads=np.ones((1, count)), stratified=np.ones((1, count)), packs=np.ones((1, packs)),
-        )  # fmt: skip
+            facts={name: str(frame[name].iloc[0]) for name in SETTING_COLUMNS},
+            ks=ks,
+            cells=cells,
+            mass=curves.set_index(CURVE)["c_mid"].unstack("pack"),
+            budget=budget,
+            rows=len(frame) // len(ks),
+            order=np.argsort(entropies.round(12), kind="stable"),  # as `equal_parts` orders them
+            heads=each_head_once,
+            stratified=each_head_once,
+            packs=np.ones((1, frame["pack"].nunique())),
+        )
 
     def resampled(self, resamples: int, seed: int) -> Sample:
         """Returns draws of heads, the same in all settings, and of this setting's packs.
 
         A setting of a single pack has that pack in every draw, so its intervals hold only for that text.
         """
-        count, quartiles = len(self.order), quartiles_of(len(self.order))
-        heads = _generator(seed, "heads").integers(count, size=(resamples, count))
-        ends = (np.searchsorted(quartiles, quartiles, side) for side in ("left", "right"))
-        places = _generator(seed, "quartiles").integers(*ends, size=(resamples, count))
+        count = len(self.order)
+        size = (resamples, count)
+        heads = _generator(seed, "heads").integers(count, size=size)
+        # Each rank is replaced by one between the first and the last rank of its own quartile.
+        quartiles = self.quartile_of_rank
+        first = np.searchsorted(quartiles, quartiles, "left")
+        end = np.searchsorted(quartiles, quartiles, "right")
+        ranks = _generator(seed, "quartiles").integers(first, end, size=size)
         return replace(
-            self, heads=counts(heads, count), stratified=counts(self.order[places], count),
+            self,
+            heads=draw_counts(heads, count),
+            stratified=draw_counts(self.order[ranks], count),
             packs=drawn_packs(self.name, self.packs.shape[1], resamples, seed),
-        )  # fmt: skip
+        )
 
     @property
     def name(self) -> str:
         return f"{self.facts['corpus']} {self.facts['length']}"
 
     @property
+    def quartile_of_rank(self) -> np.ndarray:
+        """The quartile of each place in `order`: [H]."""
+        ranks = pd.Series(range(len(self.order)))
+        return equal_parts(ranks, QUARTILES).to_numpy()
+
+    @property
     def quartiles(self) -> list[np.ndarray]:
         """The heads in four groups of ascending entropy."""
-        return [self.order[quartiles_of(len(self.order)) == quartile] for quartile in range(QUARTILES)]
+        of_rank = self.quartile_of_rank
+        return [self.order[of_rank == quartile] for quartile in range(QUARTILES)]
 
     def by_head(self, name: str, budget: float | None = None) -> np.ndarray:
         """Returns the mean of a column of cells over the drawn packs: [B, H]."""
-        return over_packs(self.packs, self.cells.loc[self.budget if budget is None else budget][name].to_numpy())
+        at_budget = self.cells.loc[self.budget if budget is None else budget]
+        return over_packs(self.packs, at_budget[name].to_numpy())
 
     def mass_at(self, k: int) -> np.ndarray:
         """Returns the share of the mid-region's mass in K tokens: [B, H]."""
@@ -125,7 +143,8 @@ class Sample:
     def over_quartiles(self, values: np.ndarray) -> np.ndarray:
         """Returns the means over the heads drawn within each quartile: [B, H] -> [B, 4]."""
         drawn = self.stratified * values
-        return np.stack([drawn[:, group].sum(axis=1) / len(group) for group in self.quartiles], axis=1)
+        means = [drawn[:, group].sum(axis=1) / len(group) for group in self.quartiles]
+        return np.stack(means, axis=1)
 
     def mean(self, name: str, budget: float | None = None) -> np.ndarray:
         """Returns the mean of a column of cells over the drawn heads and packs: [B]."""
@@ -141,16 +160,36 @@ class Sample:
 
     def spearman(self, first: str, second: str) -> np.ndarray:
         """Returns the rank correlation of two columns over the heads drawn among all: [B], 0 if either is constant."""
+        x = self._centred_ranks(first)
+        y = self._centred_ranks(second)
+        covariance = (x * y).sum(axis=1)
+        variances = (x * x).sum(axis=1) * (y * y).sum(axis=1)
+        spread = np.sqrt(variances)
+        correlation = np.zeros_like(spread)
+        return np.divide(covariance, spread, where=spread > 0, out=correlation)
+
+    def _centred_ranks(self, name: str) -> np.ndarray:
+        """Returns the ranks of a column in each draw, less their mean: [B, H], a head as often as it was drawn."""
+        values = np.broadcast_to(self.by_head(name), self.heads.shape)
         repeats = self.heads.astype(int).ravel()
-        ranks = []
-        for name in (first, second):
-            values = np.broadcast_to(self.by_head(name), self.heads.shape)
-            drawn = np.repeat(values.ravel(), repeats).reshape(self.heads.shape)
-            rank = pd.DataFrame(drawn).rank(axis=1).to_numpy()
-            ranks.append(rank - rank.mean(axis=1, keepdims=True))
-        x, y = ranks
-        spread = np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
-        return np.divide((x * y).sum(axis=1), spread, where=spread > 0, out=np.zeros_like(spread))
+        drawn = np.repeat(values.ravel(), repeats).reshape(self.heads.shape)
+        ranks = pd.DataFrame(drawn).rank(axis=1).to_numpy()
+        return ranks - ranks.mean(axis=1, keepdims=True)
+
+
+def _cell_means(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns `Sample.cells` of captured rows."""
+    rows = frame[[*CAPTURED_MEANS, "log_z_hat", "log_z_true"]].astype(float)
+    errors = rows["log_z_hat"] - rows["log_z_true"]
+    defined = np.isfinite(rows["log_z_hat"]) & np.isfinite(rows["log_z_true"])
+    rows = rows[CAPTURED_MEANS].assign(
+        gain=rows["e_topk"] - rows["e_sub"],
+        delta=rows["e_sub"] - rows["e_nosub"],
+        log_z_error=errors.where(defined, 0.0),
+        log_z_defined=defined.astype(float),
+    )
+    places = [frame[name] for name in CELL]
+    return rows.groupby(places).mean().unstack("pack")
 
 
 # ---- draws and intervals ---------------------------------------------------------------------------------------------
@@ -165,7 +204,11 @@ class BootstrapEstimate(NamedTuple):
 
     def columns(self, name: str, digits: str = "z.6f") -> dict[str, str]:
         """Returns the columns of files for this number."""
-        return {f"{name}{end}": text(x, digits) for end, x in zip(("", "_ci_low", "_ci_high"), self, strict=True)}
+        return {
+            name: text(self.value, digits),
+            f"{name}_ci_low": text(self.low, digits),
+            f"{name}_ci_high": text(self.high, digits),
+        }
 
 
 def text(value: float, digits: str = "z.6f") -> str:
@@ -175,18 +218,16 @@ def text(value: float, digits: str = "z.6f") -> str:
 
 def drawn_packs(name: str, packs: int, resamples: int, seed: int) -> np.ndarray:
     """Draws P - 1 of the packs of a setting, or its only one: [B, P], how often each is drawn."""
-    return counts(_generator(seed, f"packs of {name}").integers(packs, size=(resamples, max(1, packs - 1))), packs)
-
-
-def quartiles_of(count: int) -> np.ndarray:
-    """Returns the quartile of each rank: [count]; sizes differ by one at most."""
-    return np.arange(count) * QUARTILES // count
+    rng = _generator(seed, f"packs of {name}")
+    drawn = rng.integers(packs, size=(resamples, max(1, packs - 1)))
+    return draw_counts(drawn, packs)
 
 
 def over_packs(drawn: np.ndarray, cells: np.ndarray) -> np.ndarray:
     """Returns the mean over the drawn packs: counts [B, P], cells [H, P] -> [B, H]."""
     # Not a matrix product: its rounding separates equal heads, which changes ranks.
-    return sum(drawn[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1])) / drawn[0].sum()
+    of_packs = (drawn[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1]))
+    return sum(of_packs) / drawn[0].sum()
 
 
 def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "largest"] = "least") -> BootstrapEstimate:
@@ -200,28 +241,29 @@ def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "la
         as_is: [1] or [1, any], of the full data.
         drawn: [B] or [B, any].
     """
-    sign = 1 if extreme == "least" else -1
-    value, values = (sign * x.reshape(len(x), -1) for x in (as_is, drawn))
-    values = values[:, ~np.isnan(values).all(axis=0)]
-    least = float(np.fmin.reduce(value[0]))
+    if extreme == "largest":  # the largest of x is minus the least of -x
+        value, low, high = estimate(-as_is, -drawn)
+        return BootstrapEstimate(-value, -high, -low)
+    numbers = as_is.reshape(-1)
+    values = drawn.reshape(len(drawn), -1)
+    never_defined = np.isnan(values).all(axis=0)
+    values = values[:, ~never_defined]
+    least = float(np.fmin.reduce(numbers))
     if not values.size:
-        return BootstrapEstimate(sign * least, np.nan, np.nan)
+        return BootstrapEstimate(least, np.nan, np.nan)
     tail = (1 - LEVEL) / 2
-    low = float(np.nanquantile(values, tail, axis=0).min())
-    high = float(np.nanquantile(values, 1 - tail / values.shape[1], axis=0).min())
-    return BootstrapEstimate(sign * least, *((low, high) if extreme == "least" else (-high, -low)))
+    corrected = 1 - tail / values.shape[1]
+    lower_ends = np.nanquantile(values, tail, axis=0)
+    upper_ends = np.nanquantile(values, corrected, axis=0)
+    return BootstrapEstimate(least, float(lower_ends.min()), float(upper_ends.min()))
 
 
 def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Divides; NaN where `count` is 0."""
-    return np.divide(total, count, where=count > 0, out=np.full(np.shape(total), np.nan))
-
-
-def counts(drawn: np.ndarray, n: int) -> np.ndarray:
-    """Returns how often each of n was drawn: [B, any] indices -> [B, n]."""
-    cells = drawn + n * np.arange(len(drawn))[:, None]
-    return np.bincount(cells.ravel(), minlength=n * len(drawn)).reshape(-1, n).astype(np.float64)
+    quotient = np.full(np.shape(total), np.nan)
+    return np.divide(total, count, where=count > 0, out=quotient)
 
 
 def _generator(seed: int, name: str) -> np.random.Generator:
+    """Returns the generator of one kind of draws; other seeds and names have independent ones."""
     return np.random.default_rng(list(f"{seed} {name}".encode()))

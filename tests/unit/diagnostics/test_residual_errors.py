@@ -16,7 +16,7 @@ from torch import Tensor
 from residual_mass.diagnostics import residual_errors
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import make_packs, visit_layers
-from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS, RESIDUAL_HEADS
+from residual_mass.diagnostics.residual_errors import RESIDUAL_ERROR_COLUMNS, RESIDUAL_HEAD_COLUMNS
 from residual_mass.methods import Step, method_named
 from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
 from residual_mass.model.loading import Backbone
@@ -51,7 +51,7 @@ def test_heads_are_means_over_the_queries_of_each_pack(
     tiny_backbone: Backbone, folder: Path, phi: Path, tmp_path: Path
 ) -> None:
     heads, _ = measured(make_spec(), folder, phi, tmp_path)
-    assert list(heads) == RESIDUAL_HEADS
+    assert list(heads) == RESIDUAL_HEAD_COLUMNS
     assert len(heads) == PACKS * LAYERS * HEADS * len(METHODS) * len(BUDGETS)
     maps = PhiMaps.load(phi).folded()
     packs = make_packs("wiki", tiny_backbone, str(LENGTH), QUERIES, PACKS, 0, folder, None)
@@ -81,7 +81,7 @@ def test_heads_are_means_over_the_queries_of_each_pack(
 def test_the_summary_is_what_the_heads_say(folder: Path, phi: Path, tmp_path: Path) -> None:
     """Two of three packs are drawn, so the nine pairs are all that intervals are over."""
     heads, summary = measured(make_spec(bootstrap_resamples=20_000), folder, phi, tmp_path)
-    assert list(summary) == RESIDUAL_ERRORS and len(summary) == len(METHODS) * len(BUDGETS)
+    assert list(summary) == RESIDUAL_ERROR_COLUMNS and len(summary) == len(METHODS) * len(BUDGETS)
     assert set(summary["rows"]) == {PACKS * LAYERS * HEADS * QUERIES} and set(summary["heads"]) == {LAYERS * HEADS}
     by_head = heads.groupby(["method", "k", "layer", "head"], observed=True)["error"].mean()
     by_pack = heads.groupby(["method", "k", "pack"], observed=True)["error"].mean()

@@ -20,7 +20,7 @@ from tests.records import recorded
 from residual_mass.methods import names
 from residual_mass.paper.figures import DRAWINGS
 from residual_mass.paper.figures.style import paper_style
-from residual_mass.spec.columns import FIDELITY
+from residual_mass.spec.columns import FIDELITY_COLUMNS
 from residual_mass.spec.figures import kind_of
 from residual_mass.spec.sections import Resampling
 from residual_mass.spec.specs import FigureSpec
@@ -162,7 +162,7 @@ def files_of(kind: str, folder: Path) -> tuple[FigureSpec, list[Path]]:
                 files += [write_rows(folder, "fidelity", next_tokens(length), length) for length in ("512", "2k")]
             return spec(kind, texts=("wiki", "books")), files
         case "fidelity":
-            frames = [distances(length).reindex(columns=FIDELITY) for length in ("512", "2k")]
+            frames = [distances(length).reindex(columns=FIDELITY_COLUMNS) for length in ("512", "2k")]
             facts = {"maps": ("2k",), "texts": ("ruler", "wiki")}
         case "fidelity_tokens":
             resampling = Resampling(bootstrap_resamples=200, seed=3)

@@ -8,14 +8,14 @@ from typing import Any
 
 from tests.records import recorded
 
-from residual_mass.diagnostics.residual_errors import RESIDUAL_ERRORS
+from residual_mass.diagnostics.residual_errors import RESIDUAL_ERROR_COLUMNS
 from residual_mass.files import csv_text
 from residual_mass.methods import method_named
-from residual_mass.spec.columns import FIDELITY, RESULTS
+from residual_mass.spec.columns import FIDELITY_COLUMNS, SCORE_COLUMNS
 
 ABOUT = {"study": "mini", "backbone": "smol", "model_id": "org/Small-LM", "revision": "r1", "weights": "pretrained"}
 MAPS = {"maps": "2k", "phi_sha": "a" * 64}
-STAGES = {"residual_errors": RESIDUAL_ERRORS, "fidelity": FIDELITY, "ruler": RESULTS}
+STAGES = {"residual_errors": RESIDUAL_ERROR_COLUMNS, "fidelity": FIDELITY_COLUMNS, "ruler": SCORE_COLUMNS}
 """Columns of files by the beginning of their names; the stage of the last is `score`."""
 Row = dict[str, Any]
 

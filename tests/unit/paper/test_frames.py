@@ -14,7 +14,7 @@ from residual_mass.metrics import budget_text, written_budget
 from residual_mass.paper import document, published
 from residual_mass.paper.frames import COUNTS, FLAGS, FLOATS, cells_csv, field_texts, read_frame, typed
 from residual_mass.paper.tables import find
-from residual_mass.spec.columns import FIDELITY, RESULTS
+from residual_mass.spec.columns import FIDELITY_COLUMNS, SCORE_COLUMNS
 from residual_mass.spec.specs import TableSpec
 
 METRICS = ("kl", "same_top", "log_ppl_ratio")
@@ -35,7 +35,7 @@ def test_every_number_of_a_result_has_a_type() -> None:
     """Of what the stages write, only names, labels and texts are text."""
     words = "benchmark backbone length task method maps metric flags data decoding study model_id revision weights"
     words += " phi_sha prompts_sha text continuation state"
-    assert {*RESULTS, *FIDELITY} - FLOATS - COUNTS - FLAGS == set(words.split())
+    assert {*SCORE_COLUMNS, *FIDELITY_COLUMNS} - FLOATS - COUNTS - FLAGS == set(words.split())
 
 
 def test_numbers_are_read_exactly_and_what_is_empty_is_unknown() -> None:

@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 from residual_mass.files import read_parquet
 from residual_mass.metrics import KL
 from residual_mass.paper.cells import ALL_TASKS
-from residual_mass.paper.figures.heads import equal_parts
 from residual_mass.paper.figures.style import (
     DISTANCE,
     GREY,
@@ -30,9 +29,9 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.frames import read_results
 from residual_mass.paper.titles import method_title, text_title, trained_at_title
-from residual_mass.spec.columns import DRAFT, FIDELITY, FOLLOWING, GREEDY, OWN
+from residual_mass.spec.columns import DRAFT, FIDELITY_COLUMNS, FOLLOWING, GREEDY, OWN
 from residual_mass.spec.specs import FigureSpec
-from residual_mass.statistics import percentile_interval, resampled
+from residual_mass.statistics import equal_parts, percentile_interval, resampled
 
 TOKENS = ["text", "continuation", "state", "method", "budget_percent", "maps", "task", "index", "position", "full_nll"]
 PROBABILITY_GROUPS = 4
@@ -80,7 +79,7 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
 
 def _distances_on(texts: Sequence[str], data: Sequence[Path]) -> pd.DataFrame:
     """Returns the KL of all arms in their own state, in the order of the files and of the texts."""
-    frames = [read_results(path, FIDELITY, "fidelity") for path in data]
+    frames = [read_results(path, FIDELITY_COLUMNS, "fidelity") for path in data]
     of_texts = [frame[frame["text"] == text] for frame in frames for text in texts]
     rows = pd.concat(of_texts, ignore_index=True)
     shown = rows["metric"] == KL.name

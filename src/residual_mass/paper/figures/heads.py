@@ -26,6 +26,7 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.titles import text_title
 from residual_mass.spec.specs import FigureSpec
+from residual_mass.statistics import equal_parts
 
 HEAD = ["layer", "head"]
 BUDGET = ["k", "budget_percent"]
@@ -67,14 +68,6 @@ def head_means(path: Path, by: list[str], values: list[str], budget_percent: flo
     rows = captured_rows(path, [*by, *values], budget_percent)
     doubles = rows.astype(dict.fromkeys(values, float))
     return doubles.groupby(by, as_index=False, observed=True).mean()
-
-
-def equal_parts(values: pd.Series, parts: int) -> pd.Series:
-    """Splits values in ascending order into parts whose sizes differ by at most one; returns the part of each value, 0
-    to `parts` - 1. Of equal values the first goes to the lower part.
-    """
-    rank = values.round(12).rank(method="first").astype(int) - 1
-    return rank * parts // len(values)
 
 
 def bulk(values: pd.Series) -> tuple[float, float]:
