@@ -211,7 +211,7 @@ def test_no_test_is_skipped_for_a_reason_that_the_last_line_cannot_explain() -> 
 
 PACKAGE = ROOT / "src" / "residual_mass"
 FLOORS = (
-    ("core", "kernels", "files", "metrics", "recipes", "statistics"),
+    ("core", "kernels", "files", "metrics", "recipes", "statistics", "timing"),
     ("methods",),
     ("spec",),
     ("provenance",),

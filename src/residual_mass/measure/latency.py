@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from residual_mass.decode.backends import loop_refusal
 from residual_mass.decode.compiled import compile_refusal
@@ -34,6 +33,7 @@ from residual_mass.model.hook import Prefill
 from residual_mass.model.layers import require_plain, text_config
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.settings import AnchorSpec, tokens_of
+from residual_mass.timing import StepClock, Turn, take_turns
 
 STEPS, ROUNDS = 8, 2
 """Timed steps of a round, and number of rounds, in which sides take turns."""
@@ -66,19 +66,6 @@ class Side:
         return self.method.name if whole else f"{self.method.name}, {100 * self.budget:g} %"
 
 
-class Clock(BaseStreamer):
-    """Records when `generate` returned tokens, those of the prompt first."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
 def measure(args: Arguments) -> tuple[str, list[Path]]:
     """Times all sides at all lengths of `--latency`.
 
@@ -95,18 +82,25 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
     model = load_packed(find_model(args.model, args.assets, device), args, device).model
     require_plain(model)
     require_compiler(model, args)
-    chosen, steps = list(sides(model, args)), []
+    chosen = {"transformers" if side.plain else side.name: side for side in sides(model, args)}
+    kept_mib: dict[tuple[str, int], float] = {}
+    rows = []
     with tqdm(total=len(args.latency) * ROUNDS * len(chosen), unit="run") as progress:
-        for label, _, side in product(args.latency, range(ROUNDS), chosen):
-            name = "transformers" if side.plain else side.name
-            progress.set_postfix_str(f"{name}, {label} tokens")
-            cache = filled(model, side, random_keys(model, tokens_of(label)))
-            size = bytes_of(cache)
-            for seconds in timed(model, side, cache, STEPS):
-                steps.append((name, tokens_of(label), size / 2**20, seconds))
+
+        def take_turn(name: str, length: int) -> Turn:
+            progress.set_postfix_str(f"{name}, {length:,} tokens")
+            cache = filled(model, chosen[name], random_keys(model, length))
+            kept_mib[name, length] = bytes_of(cache) / 2**20
+            seconds = timed(model, chosen[name], cache, STEPS)
             progress.update()
-    rows = pd.DataFrame(steps, columns=["side", "tokens", "kept_mib", "seconds"])
-    groups = rows.groupby(["side", "tokens"], sort=False)
+            return seconds
+
+        for length in map(tokens_of, args.latency):
+            turns = take_turns({name: partial(take_turn, name, length) for name in chosen}, ROUNDS)
+            for name, taken in turns.items():
+                rows += [(name, length, kept_mib[name, length], seconds) for seconds in chain(*taken)]
+    steps = pd.DataFrame(rows, columns=["side", "tokens", "kept_mib", "seconds"])
+    groups = steps.groupby(["side", "tokens"], sort=False)
     table = groups.agg(seconds=("seconds", statistics.median), fastest=("seconds", "min"), kept_mib=("kept_mib", "max"))
     table = table.reset_index()
     write_text(files[0], table.to_csv(index=False, float_format="%.6g"))
@@ -173,20 +167,18 @@ def bytes_of(cache: Cache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> list[float]:
-    """Returns the seconds of `generate`'s decode steps. It reads one more token of the prompt before them. The first
-    step, which summarises the prompt, is left out.
-    """
+def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> Turn:
+    """Returns the seconds of `generate`'s decode steps. It reads one more token of the prompt before them."""
     ids = torch.full((1, cache.get_seq_length() + 1), 1, device=model.device)
     return timed_after(model, side, ids, cache, steps)
 
 
-def timed_after(model: PreTrainedModel, side: Side, ids: Tensor, cache: Cache | None, steps: int) -> list[float]:
+def timed_after(model: PreTrainedModel, side: Side, ids: Tensor, cache: Cache | None, steps: int) -> Turn:
     """Does so after a text [1, L], of which the cache holds the beginning; it reads all of it without one."""
-    clock = Clock()
+    clock = StepClock()
     loop = {"streamer": clock} if side.plain else {"custom_generate": loop_of(side, streamer=clock)}
     generated(model, ids, cache, steps + 2, loop)
-    return [later - sooner for sooner, later in pairwise(clock.times[2:])]
+    return clock.steps
 
 
 def timed_drafts(model: PreTrainedModel, side: Side, ids: Tensor, cache: Cache, drafts: int, tokens: int) -> list[Pass]:

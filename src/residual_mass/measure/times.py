@@ -7,10 +7,9 @@ one disturbs all.
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -37,6 +36,7 @@ from residual_mass.methods.served import READ_WHOLE
 from residual_mass.model.hook import prefill
 from residual_mass.model.layers import device_of, require_plain, text_config
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.timing import Turn, fastest, scatter_of, take_turns, timed
 
 STEPS = 8
 """Timed steps of a turn. What torch alone serves has half a turn."""
@@ -107,7 +107,7 @@ class Times:
 
 
 class Run:
-    """One side at one length, and what its turns took.
+    """One side at one length, whose steps are timed.
 
     Args:
         ids: [1, L], the prompt; a cache is filled with `layers`, which hold the tokens before the last.
@@ -122,38 +122,18 @@ class Run:
         self.mib = math.nan
         if self.cache is not None:
             self.mib = bytes_of(self.cache) / 2**20
-        self.fastest: list[float] = []
-        """Seconds of the fastest step of each turn."""
 
-    def take_turn(self, steps: int = STEPS) -> None:
+    def take_turn(self, steps: int = STEPS) -> Turn:
         held = 0 if self.cache is None else self.cache.get_seq_length()
         generated = max(0, held + 1 - self.ids.shape[1])  # the cache holds the tokens of earlier turns
         ids = torch.nn.functional.pad(self.ids, (0, generated), value=1)
-        seconds = timed_after(self.model, self.side, ids, self.cache, steps)
-        self.fastest.append(min(seconds))
-
-    @property
-    def timing(self) -> Timing:
-        return Timing(min(self.fastest), self.mib)
+        return timed_after(self.model, self.side, ids, self.cache, steps)
 
 
-def take_turns(runs: Sequence[Run], least: int, most: int) -> None:
-    """Lets runs take turns: `least` of them, and up to `most` while times scatter."""
-    for turn in range(most):
-        if turn >= least and scatter_of(runs) <= 1 / FASTER - 1:
-            break
-        for run in runs:
-            run.take_turn()
-
-
-def scatter_of(runs: Iterable[Run]) -> float:
-    """Returns `Times.scatter` of runs, of which some took one turn."""
-    found = []
-    for run in runs:
-        if len(run.fastest) > 1:
-            first, second, *_ = sorted(run.fastest)
-            found.append(second / first - 1)
-    return statistics.median(found)
+def turns_of(runs: Mapping[Any, Run], rounds: int, most: int) -> dict[Any, list[Turn]]:
+    """Lets runs take turns: `rounds` of them, and up to `most` while times scatter."""
+    sides = {name: run.take_turn for name, run in runs.items()}
+    return take_turns(sides, rounds, most, scatter=1 / FASTER - 1)
 
 
 def keys_of(model: PreTrainedModel, ids: Tensor) -> LayerKeys:
@@ -223,26 +203,25 @@ class Timer:
             if self.served.fast(method):
                 side = self.side(method, budget)
                 runs[method, budget] = self.run(side, ids, layers)
-        take_turns(list(runs.values()), TURNS, MOST_TURNS)
+        turns = turns_of(runs, TURNS, MOST_TURNS)
         slow = [arm for arm in arms if arm not in runs]
         for method, budget in tqdm(slow, desc="decode steps in torch", unit="arm"):
             run = self.run(self.side(method, budget), ids, layers)
-            run.take_turn(STEPS // 2)
+            turns[method, budget] = [run.take_turn(STEPS // 2)]
             run.cache = None  # such a cache is large
             runs[method, budget] = run
-        return self._found(runs)
+        timings = {name: Timing(fastest(turns[name]), run.mib) for name, run in runs.items()}
+        return self._found(timings, len(turns[FULL]), scatter_of(turns.values()))
 
-    def _found(self, runs: dict[Any, Run]) -> Times:
+    def _found(self, timings: dict[Any, Timing], turns: int, scatter: float) -> Times:
         rows = []
         for method, budget in arms_of(self.args):
-            timing = runs[method, budget].timing
+            timing = timings[method, budget]
             backend = self.served.backends[method]
             rows.append((method, budget, timing.seconds, timing.cache_mib, backend))
         arms = pd.DataFrame(rows, columns=[*ARM, "seconds", "cache_mib", "backend"])
-        loaded = runs[LOADED].timing if LOADED in runs else None
-        whole = runs[READ_WHOLE, WHOLE].timing if self.served.fast(READ_WHOLE) else None
-        turns = len(runs[FULL].fastest)
-        return Times(runs[FULL].timing, loaded, whole, arms, turns, scatter_of(runs.values()))
+        whole = timings[READ_WHOLE, WHOLE] if self.served.fast(READ_WHOLE) else None
+        return Times(timings[FULL], timings.get(LOADED), whole, arms, turns, scatter)
 
     @torch.no_grad()
     def with_choice(
@@ -277,18 +256,22 @@ class Timer:
             sides[arm_name(arm)] = self.side(arm.method, arm.budget_percent)
             found[arm_name(arm)] = {self.args.prompt_tokens: arm.seconds}
         for length in LONGER:
-            started = time.perf_counter()
             if length <= self.args.prompt_tokens or not fits(self.model, length):
                 continue
-            layers = random_keys(self.model, length - 1)
-            ids = torch.ones(1, length, dtype=torch.long, device=device_of(self.model))
-            runs = {name: self.run(side, ids, layers) for name, side in sides.items()}
-            take_turns(list(runs.values()), TURNS - 1, TURNS + 1)
-            for name, run in runs.items():
-                found[name][length] = run.timing.seconds
-            if time.perf_counter() - started > MOST_SECONDS:
+            steps, seconds = timed(partial(self._at_length, length, sides))
+            for name in sides:
+                found[name][length] = steps[name]
+            if seconds > MOST_SECONDS:
                 break
         return pd.DataFrame.from_dict(found, orient="index")
+
+    def _at_length(self, length: int, sides: dict[str, Side]) -> dict[str, float]:
+        """Returns the seconds of the fastest step of each side after `length` random keys."""
+        layers = random_keys(self.model, length - 1)
+        ids = torch.ones(1, length, dtype=torch.long, device=device_of(self.model))
+        runs = {name: self.run(side, ids, layers) for name, side in sides.items()}
+        turns = turns_of(runs, TURNS - 1, TURNS + 1)
+        return {name: fastest(taken) for name, taken in turns.items()}
 
     def drafts(self, arm: pd.Series, documents: Sequence[Sequence[int]]) -> Drafts:
         """Lets an arm draft after the prompt of each document. The fastest draft step and the fastest pass of full

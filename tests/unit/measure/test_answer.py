@@ -274,13 +274,6 @@ def test_where_none_meets_the_target_nothing_is_recommended(
 
 
 def test_what_lies_within_the_scatter_of_times_is_not_faster() -> None:
-    """The scatter is that of turns of the same steps."""
-    runs = []
-    for fastest in ([0.3, 0.2, 0.22], [0.1, 0.2, 0.1], [1.0, 1.3], [9.0]):
-        run = object.__new__(times.Run)
-        run.fastest = fastest
-        runs.append(run)
-    assert times.scatter_of(runs) == pytest.approx(0.1)
     found = measured([("a", "scan4", 0.3, 0.009, 0.09, "packed")])
     found.times.longer.loc["scan4 at 2 %"] = [0.09, 0.05]
     for scatter, start in ((0.0, "Take scan4 at 2 %"), (0.2, "Nothing is faster here than full attention")):
