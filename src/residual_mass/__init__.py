@@ -26,7 +26,7 @@ __all__ = [
     "partial_generate",
     "partial_kv",
 ]
-PLACES = {
+ENTRY_POINTS = {
     "PackedCache": "decode.packed_backend",
     "PhiMaps": "model.phi_maps",
     "pack_weights": "model.packed_weights",
@@ -38,6 +38,6 @@ PLACES = {
 
 def __getattr__(name: str) -> Any:
     """Imports an entry point on first access, so that `import residual_mass` does not load transformers."""
-    if name not in PLACES:
+    if name not in ENTRY_POINTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{ENTRY_POINTS[name]}"), name)

@@ -15,9 +15,8 @@ def main() -> None:
             raise
         command = sys.argv[1] if len(sys.argv) > 1 else ""
         extra = command if command in ("measure", "serve") else "pipeline"
-        sys.exit(
-            f"residual-mass: error: the package {missing.name} is missing; run pip install '.[{extra}]' in a checkout"
-        )
+        remedy = f"run pip install '.[{extra}]' in a checkout"
+        sys.exit(f"residual-mass: error: the package {missing.name} is missing; {remedy}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pandas
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 REMAKE = "rerun the rule that makes it"
 
@@ -59,12 +59,14 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 def remove_leftovers(path: Path) -> None:
     """Removes temporary files of `path` that killed processes left behind; running processes have theirs locked."""
-    before, random, after = glob.escape(f".{path.name}."), "?" * 8, glob.escape(path.suffix)
-    for leftover in path.parent.glob(f"{before}{random}{after}"):
+    # The names that `atomic_write` gives: 8 random digits before the suffix.
+    before = glob.escape(f".{path.name}.")
+    after = glob.escape(path.suffix)
+    for leftover in path.parent.glob(f"{before}{'?' * 8}{after}"):
         with suppress(OSError), open(leftover, "r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
-            logger.info("%s: removed, left behind by a killed process", leftover)
+            log.info("%s: removed, left behind by a killed process", leftover)
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def locked(path: Path) -> Iterator[None]:
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
                 raise
-            logger.warning("%s: this file system has no locks; run no second job that writes to it", path)
+            log.warning("%s: this file system has no locks; run no second job that writes to it", path)
     try:
         yield
     finally:
@@ -175,7 +177,8 @@ def sha256_text(text: str) -> str:
 
 
 def jsonl(rows: Iterable[dict[str, Any]]) -> str:
-    return "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
+    lines = [json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows]
+    return "".join(lines)
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -195,7 +198,10 @@ def read_csv(path: Path, columns: Iterable[str], stage: str) -> pandas.DataFrame
     """
     import pandas  # only here, so that stages without tables start fast
 
-    return _table(path, columns, stage, lambda stream: pandas.read_csv(stream, dtype=str, na_filter=False))
+    def read(stream: IO[bytes]) -> pandas.DataFrame:
+        return pandas.read_csv(stream, dtype=str, na_filter=False)
+
+    return _table(path, columns, stage, read)
 
 
 def write_parquet(path: Path, frame: pandas.DataFrame) -> None:
@@ -212,8 +218,11 @@ def read_parquet(path: Path, columns: Iterable[str], stage: str) -> pandas.DataF
     """
     import pandas
 
+    def read(stream: IO[bytes]) -> pandas.DataFrame:
+        return pandas.read_parquet(stream, page_checksum_verification=True)
+
     columns = list(columns)
-    frame = _table(path, columns, stage, lambda file: pandas.read_parquet(file, page_checksum_verification=True))
+    frame = _table(path, columns, stage, read)
     if frame.empty:
         raise ValueError(f"{path}: has no rows; delete it and run the {stage} stage again")
     return frame[columns]
@@ -231,6 +240,7 @@ def _table(
     except Exception as error:  # a damaged header makes Arrow and pandas raise any exception
         reason = " ".join(str(error).split())  # some of Arrow's messages have several lines
         raise ValueError(f"{path}: not a table of the {stage} stage ({reason}); {remedy}") from None
-    if missing := [name for name in columns if name not in frame]:
+    missing = [name for name in columns if name not in frame]
+    if missing:
         raise ValueError(f"{path}: column {missing[0]} is missing; {remedy}")
     return frame

@@ -37,9 +37,12 @@ class Metric:
 
     def flags(self, value: float) -> set[str]:
         """Returns which of `floor` and `ceiling` a value is at or beyond."""
-        at_floor = self.floor is not None and not self.better(value, self.floor)
-        at_ceiling = self.ceiling is not None and not self.better(self.ceiling, value)
-        return {name for name, reached in (("floor", at_floor), ("ceiling", at_ceiling)) if reached}
+        reached = set()
+        if self.floor is not None and not self.better(value, self.floor):
+            reached.add("floor")
+        if self.ceiling is not None and not self.better(self.ceiling, value):
+            reached.add("ceiling")
+        return reached
 
     def is_right(self, scores: Any) -> Any:
         """Whether a score, or each score of an array, is that of a right answer; needs `right`."""
@@ -85,20 +88,24 @@ QUANTILES = {
     "delta_p": {"p1": 0.01, "p5": 0.05, "median": 0.5, "p95": 0.95, "p99": 0.99},
 }
 """Reported quantiles over tokens of each measure, by the ending of the metric's name."""
-_KL_QUANTILES = tuple(_fidelity(f"kl_{end}", f"KL, {end} over tokens", "nats", low=0) for end in QUANTILES["kl"])
-_DELTA_P_QUANTILES = tuple(
-    _fidelity(f"delta_p_{end}", f"change of p(token), {end} over tokens", better=True, low=-1, high=1)
-    for end in QUANTILES["delta_p"]
+
+
+def _kl_quantile(ending: str) -> Metric:
+    return _fidelity(f"kl_{ending}", f"KL, {ending} over tokens", "nats", low=0)
+
+
+def _delta_p_quantile(ending: str) -> Metric:
+    """Higher is better: a positive change means that the arm finds the text's token more likely than full attention."""
+    title = f"change of p(token), {ending} over tokens"
+    return _fidelity(f"delta_p_{ending}", title, better=True, low=-1, high=1)
+
+
+_ALL_METRICS = (
+    *(STRING_MATCH, ACC, ROUGE, QA_F1, MEAN, RELATIVE_ERROR),
+    *(KL, *map(_kl_quantile, QUANTILES["kl"]), SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT, FIRST_DIFFERENCES, VERIFIED),
+    *(DELTA_P_RMS, *map(_delta_p_quantile, QUANTILES["delta_p"])),
 )
-"""Higher is better: a positive change means that the arm finds the text's token more likely than full attention."""
-METRICS = {
-    metric.name: metric
-    for metric in (
-        STRING_MATCH, ACC, ROUGE, QA_F1, MEAN, RELATIVE_ERROR,
-        KL, *_KL_QUANTILES, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT, FIRST_DIFFERENCES, VERIFIED,
-        DELTA_P_RMS, *_DELTA_P_QUANTILES,
-    )
-}  # fmt: skip
+METRICS = {metric.name: metric for metric in _ALL_METRICS}
 
 
 def metric_of_mean(metrics: Iterable[Metric]) -> Metric:
@@ -110,9 +117,10 @@ def metric_of_mean(metrics: Iterable[Metric]) -> Metric:
     distinct = set(metrics)
     if len(distinct) == 1:
         return distinct.pop()
+    of_mean = (MEAN.higher_is_better, MEAN.low, MEAN.high)
     for metric in distinct:
-        if (metric.higher_is_better, metric.low, metric.high) != (MEAN.higher_is_better, MEAN.low, MEAN.high):
-            names = " and ".join(sorted(other.name for other in distinct))
+        if (metric.higher_is_better, metric.low, metric.high) != of_mean:
+            names = " and ".join(sorted(each.name for each in distinct))
             raise ValueError(f"no mean over {names}: {metric.name} is no score from 0 to 1; report them separately")
     return MEAN
 

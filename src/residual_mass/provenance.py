@@ -28,7 +28,7 @@ from residual_mass.spec.settings import to_json
 if TYPE_CHECKING:
     import torch
 
-SUFFIX = ".meta.json"
+RECORD_SUFFIX = ".meta.json"
 PACKAGES = (
     "residual-mass torch triton transformers tokenizers safetensors huggingface_hub lm_eval datasets nltk numpy pandas "
     "pyarrow matplotlib snakemake"
@@ -53,18 +53,16 @@ class Record:
         """
         self._started = time.monotonic()
         checked = {relative_name(path): recorded(path) for path in inputs if path is not None}
+        found = [path for path in sources if path.is_file()]
+        versions = {name: _version(name) for name in PACKAGES}
+        fields = dict(spec) if isinstance(spec, Mapping) else json.loads(to_json(spec))
         self._content = {
             "stage": stage,
-            "spec": dict(spec) if isinstance(spec, Mapping) else json.loads(to_json(spec)),
-            "inputs": checked | _hashes(path for path in sources if path.is_file()),
+            "spec": fields,
+            "inputs": checked | _hashes(found),
             "code": code_version(),
-            "packages": {name: version for name in PACKAGES if (version := _version(name))},
-            "machine": {
-                "python": platform.python_version(),
-                "platform": platform.platform(),
-                "processor": _processor(),
-                "cpus": os.cpu_count(),
-            },
+            "packages": {name: version for name, version in versions.items() if version},
+            "machine": _machine(),
         }
 
     def write(
@@ -84,9 +82,9 @@ class Record:
         """
         seconds = time.monotonic() - self._started
         on_a_gpu = device is not None and device.type == "cuda"
-        units = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss is in bytes on macOS, in KiB on Linux
-        peak = {"host": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / units, 1)}
-        content: dict[str, Any] = {**self._content, "outputs": _hashes([output, *members]), "peak_memory_mib": peak}
+        peak = {"host": _peak_memory_mib()}
+        content: dict[str, Any] = dict(self._content)
+        content |= {"outputs": _hashes([output, *members]), "peak_memory_mib": peak}
         if device is not None:
             content |= {"device": str(device), "hardware": device_name(device)}
         if on_a_gpu:
@@ -116,19 +114,22 @@ def recorded(path: Path) -> str:
             return sha
         raise ValueError(f"{path}: has no record ({sidecar.name}) beside it; copy that too, or {REMAKE}")
     outputs = read_json(sidecar).get("outputs", {})
-    if sha not in [output for name, output in outputs.items() if Path(name).name == path.name]:
+    of_this_name = [output for name, output in outputs.items() if Path(name).name == path.name]
+    if sha not in of_this_name:
         raise ValueError(f"{path}: is not what {sidecar.name} recorded: cut, damaged or edited; delete it and {REMAKE}")
     return sha
 
 
 def sidecar_of(output: Path) -> Path:
     """Returns the path of a file's record."""
-    return output.with_name(output.name + SUFFIX)
+    return output.with_name(output.name + RECORD_SUFFIX)
 
 
 def relative_name(path: Path) -> str:
     """Returns a file's name in records: relative to the working directory, or to `~` if only that contains it."""
-    path, here, home = Path(os.path.abspath(path)), Path.cwd(), Path(os.path.expanduser("~"))
+    path = Path(os.path.abspath(path))
+    here = Path.cwd()
+    home = Path(os.path.expanduser("~"))
     if path.is_relative_to(home) and not here.is_relative_to(home):
         return f"~/{path.relative_to(home).as_posix()}"
     return Path(os.path.relpath(path, here)).as_posix()
@@ -152,7 +153,8 @@ def code_version() -> dict[str, Any]:
     def git(*words: str) -> str | None:
         command = ("git", "--no-optional-locks", "-C", package, *words)
         try:
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+            return done.stdout.strip()
         except (OSError, subprocess.SubprocessError):
             return None
 
@@ -160,7 +162,8 @@ def code_version() -> dict[str, Any]:
     tracked = git("ls-files", "--error-unmatch", "__init__.py") is not None
     status = git("status", "--porcelain", "--", ".") if tracked else None
     commit = git("rev-parse", "HEAD") if tracked else None
-    return {"version": __version__, "commit": commit, "changed": None if status is None else bool(status)}
+    changed = None if status is None else bool(status)
+    return {"version": __version__, "commit": commit, "changed": changed}
 
 
 def _hashes(paths: Iterable[Path]) -> dict[str, str]:
@@ -173,6 +176,22 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def _peak_memory_mib() -> float:
+    """Returns the largest resident size of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    per_mib = 2**20 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB on Linux
+    return round(peak / per_mib, 1)
 
 
 def _processor() -> str:

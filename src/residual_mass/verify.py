@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from residual_mass.files import read_json, sha256_of
-from residual_mass.provenance import SUFFIX, sidecar_of
+from residual_mass.provenance import RECORD_SUFFIX, sidecar_of
 from residual_mass.recipes import RECIPES
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.texts.assets import listed_in
@@ -23,13 +23,26 @@ def run(results: Sequence[Path] = (Path("results"),)) -> bool:
     Raises:
         ValueError: a result is missing; names it.
     """
-    hashed = cache(lambda path: sha256_of(path) if path.is_file() else None)  # results share inputs
-    paths = [path for result in results for path in _results(result)]
-    wrong = {path: problems for path in paths if (problems := "; ".join(_problems(path, hashed)))}
-    for path, problems in wrong.items():
-        print(f"{path}: {problems}")
-    print(f"{len(paths) - len(wrong)} of {len(paths)} results are as recorded")
-    return not wrong
+    paths: list[Path] = []
+    for result in results:
+        paths += _results(result)
+    num_right = 0
+    lines = []
+    hashed = cache(_hash_of)  # results share inputs
+    for path in paths:
+        differences = list(_differences(path, hashed))
+        if differences:
+            lines.append(f"{path}: {'; '.join(differences)}")
+        else:
+            num_right += 1
+    for line in lines:
+        print(line)
+    print(f"{num_right} of {len(paths)} results are as recorded")
+    return num_right == len(paths)
+
+
+def _hash_of(path: Path) -> str | None:
+    return sha256_of(path) if path.is_file() else None
 
 
 def _results(path: Path) -> Iterator[Path]:
@@ -43,12 +56,13 @@ def _results(path: Path) -> Iterator[Path]:
     elif (path / MANIFEST).is_file():
         yield path / MANIFEST
     else:
-        names = {file.name.removesuffix(SUFFIX) for file in path.iterdir() if not file.name.startswith(("_", "."))}
+        shown = [file.name for file in path.iterdir() if not file.name.startswith(("_", "."))]
+        names = {name.removesuffix(RECORD_SUFFIX) for name in shown}
         for name in sorted(names):
             yield from _results(path / name)
 
 
-def _problems(path: Path, hashed: Callable[[Path], str | None]) -> Iterator[str]:
+def _differences(path: Path, hashed: Callable[[Path], str | None]) -> Iterator[str]:
     """Yields the differences between a result and its record: in the output files, in the input files, and in the
     recipe of its stage. The manifest of an assets folder is the record of the files that it lists.
     """
@@ -57,20 +71,35 @@ def _problems(path: Path, hashed: Callable[[Path], str | None]) -> Iterator[str]
             record = {"stage": "assets", "spec": {}, "inputs": {}, "outputs": listed_in(path)}
         else:
             record = read_json(sidecar_of(path))
-        outputs, inputs, stage, recipe = (
-            record["outputs"], record["inputs"], record["stage"], record["spec"].get("recipe"),
-        )  # fmt: skip
+        outputs = record["outputs"]
+        inputs = record["inputs"]
+        stage = record["stage"]
+        recipe = record["spec"].get("recipe")
     except (ValueError, KeyError, TypeError):
         yield f"has no record ({sidecar_of(path).name})"
         return
-    # Names are relative to a folder above the result, even after all files were moved together.
-    name = Path(next((name for name in outputs if Path(name).name == path.name), path.name))
-    place = Path(os.path.abspath(path))
-    base = place.parents[len(name.parts) - 1] if place.parts[-len(name.parts) :] == name.parts else Path.cwd()
+    base = _base_of(path, outputs)
     for files, what in ((outputs, "differs from the record"), (inputs, "has changed since this was made from it")):
         for file, recorded in files.items():
-            current = hashed(Path(os.path.normpath(base / os.path.expanduser(file))))
-            if current != recorded:
-                yield f"{file} is missing" if current is None else f"{file} {what}"
-    if recipe != (now := RECIPES.get(stage)):
-        yield f"made by recipe {recipe} of the stage {stage}, which has recipe {now}"
+            place = os.path.normpath(base / os.path.expanduser(file))
+            current = hashed(Path(place))
+            if current is None:
+                yield f"{file} is missing"
+            elif current != recorded:
+                yield f"{file} {what}"
+    current_recipe = RECIPES.get(stage)
+    if recipe != current_recipe:
+        yield f"made by recipe {recipe} of the stage {stage}, which has recipe {current_recipe}"
+
+
+def _base_of(path: Path, outputs: Mapping[str, str]) -> Path:
+    """Returns the folder that the names in a result's record are relative to. It is above the result, even after all
+    files were moved together.
+    """
+    names = [Path(name) for name in outputs if Path(name).name == path.name]
+    name = names[0] if names else Path(path.name)
+    place = Path(os.path.abspath(path))
+    depth = len(name.parts)
+    if place.parts[-depth:] == name.parts:
+        return place.parents[depth - 1]
+    return Path.cwd()
