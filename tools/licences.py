@@ -46,9 +46,10 @@ def page() -> str:
     lines = [
         "# Licences",
         "",
-        "The code of this repository is under [Apache-2.0](../LICENSE). It holds no model and no data. "
-        "`python tools/licences.py`",
-        "writes this page in the environment of `requirements.lock`.",
+        "The code of this repository is under [Apache-2.0](../LICENSE). It holds no model, and of other "
+        "people's texts only",
+        "the examples in `src/residual_mass/benchmarks/examples`, whose `README.md` names sources and licences.",
+        "`python tools/licences.py` writes this page in the environment of `requirements.lock`.",
         "",
         "## Models and data from pinned wheels",
         "",

@@ -125,7 +125,7 @@ def test_the_wheel_holds_kernels_for_any_python(wheel: Path) -> None:
 def test_the_wheel_holds_the_marker_of_types_and_the_data(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "residual_mass/py.typed" in names
-    for pattern in ("*.csv", "*.txt", "*.j2"):
+    for pattern in ("*.csv", "*.txt", "*.j2", "*.jsonl"):
         for file in (ROOT / "src").rglob(pattern):
             if ".egg-info" not in str(file):
                 assert file.relative_to(ROOT / "src").as_posix() in names

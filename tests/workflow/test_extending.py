@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
 import subprocess
 import sys
 from itertools import product
@@ -128,6 +129,8 @@ def test_an_estimator_and_a_task(copy: Path, tmp_path: Path) -> None:
     apply(copy, "A residual estimator")
     apply(copy, "A selector")
     apply(copy, "A task of a benchmark")
+    added = copy / "src/residual_mass/benchmarks/examples/longbench_2wikimqa_2k.jsonl"
+    shutil.copy(added, added.with_name("longbench_2wikimqa_1k.jsonl"))  # the length of the small study
     write_small_study(study := tmp_path / "study", copy)
     csv, table = "results/longbench_tiny_1k.csv", "paper_tables/mini/natural_main.tex"
     with forks(tmp_path, study / "src") as environment:

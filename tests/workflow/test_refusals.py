@@ -125,6 +125,11 @@ JOBS: list[tuple[dict[str, Any], str, str]] = [
     ({"maps.trained": ["512", "1k"]}, "train smol maps=2k", f"maps '2k' is not in {MINI}, which has 512, 1k"),
     ({"fidelity.lengths": ["1k"]}, "force smol length=2k", "length '2k' is not in fidelity.lengths of config/studies/"),
     ({"benchmarks.babilong.lengths": ["512"]}, BABILONG, "length 512: babilong needs at least 1024"),
+    (
+        {"benchmarks.babilong.lengths": ["2k"]},
+        "prompts benchmark=babilong tokenizer=smollm2 length=2k",
+        "length 2k: no examples of babilong_qa1 without the hub (there are: babilong_qa1_1k.jsonl); choose another ",
+    ),
     ({"methods": ["full", "topk", "topk_phi", "topk_b"]}, "force smol length=1k", "method 'topk_b' is unknown; the"),
     ({"residuals.methods": ["topk", "full"]}, "residual_errors smol length=1k", "arm 'full': full takes no budget_p"),
     ({}, "train_variants smol maps=1k", "config/config.yaml: variants.x.map.d_phy: unknown key (did you mean d_phi?)"),
@@ -168,7 +173,7 @@ def test_a_file_that_no_study_may_have(name: str, text: str | None, line: str, c
 def test_a_study_may_leave_most_out(checkout: Path) -> None:
     babilong = yaml.safe_load((ROOT / MINI).read_text())["benchmarks"]["babilong"]
     leaner = {
-        "benchmarks": {"babilong": babilong | {"lengths": ["2k"]}}, "mismatch.backbones": [], "ablations.backbones": [],
+        "benchmarks": {"babilong": babilong | {"lengths": ["1k"]}}, "mismatch.backbones": [], "ablations.backbones": [],
         "fidelity.lengths": [], "fidelity.benchmarks": [], "fidelity.prompts_at": [], "residuals.backbones": [],
         "tables": ["stress_1pct", "babilong_sweep"], "diagnostics.backbones": [],
         "figures": {"training_curves": {"backbone": "smol", "maps": ["1k"]}},

@@ -13,7 +13,7 @@ from typing import Any
 from residual_mass.spec.tasks import task_named
 
 Doc = dict[str, Any]
-Request = tuple[str, dict[str, Any]]
+HarnessRequest = tuple[str, dict[str, Any]]
 """Prompt text and generation settings that the harness sends for an example."""
 
 
@@ -43,7 +43,7 @@ def harness_task(benchmark: str, task: str, docs: list[Doc]) -> Any:
     return ConfigurableTask(config={**config, "custom_dataset": lambda **_: dataset})
 
 
-def harness_requests(benchmark: str, task: str, docs: list[Doc]) -> list[Request]:
+def harness_requests(benchmark: str, task: str, docs: list[Doc]) -> list[HarnessRequest]:
     """Returns what the harness would send for each example, few-shot examples included."""
     built = harness_task(benchmark, task, docs)
     built.build_all_requests()
@@ -64,11 +64,14 @@ def seeded(seed: int, task: str, length: int) -> int:
 
 # ---- scores of one generation ----------------------------------------------------------------------------------------
 
-MODULES = {"ruler": "ruler.common_utils", "babilong": "babilong.common_utils", "longbench": "longbench.metrics"}
+SCORING_MODULES = {"ruler": "ruler.common_utils", "babilong": "babilong.common_utils", "longbench": "longbench.metrics"}
 """Modules of the scoring functions, below `lm_eval.tasks`."""
-PLACES = frozenset({"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"})
-GIVING = frozenset({"bill", "fred", "jeff", "mary", "apple", "football", "milk"})
-LABELS = {**{f"babilong_qa{number}": PLACES for number in (1, 2, 3, 4)}, "babilong_qa5": GIVING}
+BABILONG_PLACES = frozenset({"bathroom", "bedroom", "garden", "hallway", "kitchen", "office"})
+BABILONG_GIVING = frozenset({"bill", "fred", "jeff", "mary", "apple", "football", "milk"})
+BABILONG_LABELS = {
+    **{f"babilong_qa{number}": BABILONG_PLACES for number in (1, 2, 3, 4)},
+    "babilong_qa5": BABILONG_GIVING,
+}
 """All answers of a BABILong task, in lower case."""
 ANSWER_ENDS = (".", "<context>", "<example>")
 """End of an answer for BABILong's authors. Their code looks for `Question`, too, but never finds it in lower case."""
@@ -103,7 +106,7 @@ def saturated(benchmark: str, doc: Doc, text: str) -> bool:
 
 @cache
 def _harness_function(benchmark: str, name: str) -> Callable[..., Any]:
-    return getattr(importlib.import_module(f"lm_eval.tasks.{MODULES[benchmark]}"), name)
+    return getattr(importlib.import_module(f"lm_eval.tasks.{SCORING_MODULES[benchmark]}"), name)
 
 
 def _cleaned(benchmark: str, text: str) -> str:
@@ -127,7 +130,7 @@ def _named_labels(task: str, doc: Doc, text: str) -> set[str]:
     answer, question = text.lower(), doc["question"].lower()
     for end in ANSWER_ENDS:
         answer = answer.partition(end)[0]
-    return {label for label in LABELS[task] if label in answer and label not in question}
+    return {label for label in BABILONG_LABELS[task] if label in answer and label not in question}
 
 
 def _targets(doc: Doc) -> set[str]:

@@ -30,7 +30,7 @@ from residual_mass.metrics import (
     SAME_TOP,
 )
 from residual_mass.provenance import Record
-from residual_mass.spec.columns import DRAFT, FIDELITY, FORCED, GREEDY
+from residual_mass.spec.columns import DRAFT, FIDELITY_COLUMNS, FORCED_COLUMNS, GREEDY
 from residual_mass.spec.specs import FidelitySpec
 from residual_mass.statistics import LEVEL, Means, means, percentile_interval, resampled, sign_flip_p, skewed_interval
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 PERMUTATIONS = 20_000
 """Random sign patterns for a p-value: many tests are corrected together, so each p-value must be fine enough."""
 PLACE = ["text", "continuation", "state"]
-ARM = ["method", "budget_percent", "maps"]
+ARM_COLUMNS = ["method", "budget_percent", "maps"]
 BY_DOCUMENT = [metric.name for metric in (KL, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT)]
 """Metrics that are means over documents of means over tokens, in the order of the result's rows."""
 UNCERTAINTIES = ["stderr", "ci_low", "ci_high", "gain_ci_low", "gain_ci_high", "gain_p"]
@@ -50,7 +50,7 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
     """The `fidelity` stage: a CSV row per text, task, arm, state and metric."""
     record = Record("fidelity", spec, [forced])
     tables: list[pd.DataFrame] = []
-    for place, rows in _tokens(read_parquet(forced, FORCED, "force")).groupby(PLACE, sort=False):
+    for place, rows in _tokens(read_parquet(forced, FORCED_COLUMNS, "force")).groupby(PLACE, sort=False):
         text, continuation, state = map(str, place)
         if continuation == DRAFT:
             about = {"text": text, "continuation": continuation, "state": state, "task": "all"}
@@ -69,14 +69,16 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
         backbone=backbone.name, length=spec.length, study=spec.study, model_id=backbone.model_id,
         revision=backbone.revision, weights=backbone.weights,
     )  # fmt: skip
-    write_text(out, csv_text(FIDELITY, result.reindex(columns=FIDELITY).map(_written).to_dict("records")))
+    write_text(
+        out, csv_text(FIDELITY_COLUMNS, result.reindex(columns=FIDELITY_COLUMNS).map(_written).to_dict("records"))
+    )
     record.write(out)
 
 
 def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
     """Returns the tokens with their metrics and the number of their `arm`."""
     delta_p = np.exp(-forced["nll"]) - np.exp(-forced["full_nll"])
-    arm = forced.groupby(ARM, sort=False, dropna=False).ngroup()
+    arm = forced.groupby(ARM_COLUMNS, sort=False, dropna=False).ngroup()
     document = [forced[name] for name in (*PLACE, "task", "index")]
     return forced.assign(
         arm=arm, delta_p=delta_p, delta_p_squared=delta_p**2, log_ppl_ratio=forced["nll"] - forced["full_nll"],
@@ -87,7 +89,7 @@ def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
 def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: bool) -> pd.DataFrame:
     """Returns a row per metric and arm over these tasks; `over_tokens` adds root mean squares and quantiles."""
     first = next(iter(tasks.values()))
-    arms = first.groupby("arm")[[*ARM, "phi_sha"]].first()
+    arms = first.groupby("arm")[[*ARM_COLUMNS, "phi_sha"]].first()
     greedy = first["continuation"].iloc[0] == GREEDY  # only an answer of full attention can be kept
     metrics = [name for name in BY_DOCUMENT if greedy or name != KEPT.name]
     values = {task: _by_document(part, [*metrics, "k"]) for task, part in tasks.items()}
@@ -121,8 +123,8 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
     """
     differs = ~tokens["first"]
     drafted = differs.groupby((tokens["position"] == 0).cumsum()).cumsum() - differs == 0
-    rates = tokens.groupby(ARM, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
-    by_document = tokens.assign(drafted=drafted, differences=drafted & differs).groupby([*ARM, "index"])
+    rates = tokens.groupby(ARM_COLUMNS, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
+    by_document = tokens.assign(drafted=drafted, differences=drafted & differs).groupby([*ARM_COLUMNS, "index"])
     differences, size = (
         by_document[name].sum().unstack("index").loc[rates.index].to_numpy(np.float64)
         for name in ("differences", "drafted")

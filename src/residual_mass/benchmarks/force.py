@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.benchmarks.generate import encoded
-from residual_mass.benchmarks.store import AGAIN, Row, RowStore, row_key
+from residual_mass.benchmarks.store import ROW_REMEDY, RowStore, StoredRow, row_key
 from residual_mass.decode.packed_prompt import PackedPrompt
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.kernels.library import LAYOUT
@@ -32,7 +32,7 @@ from residual_mass.model.loading import Backbone, backbone_identity, load_backbo
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.provenance import Record
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED, GOLD, GREEDY, OWN
+from residual_mass.spec.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED_COLUMNS, GOLD, GREEDY, OWN
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import ForceSpec
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 PER_TOKEN = ("token", "nll", "full_nll", "kl", "same_top", "first")
 """Values of a stored row that are lists with one entry per token."""
 STORED = frozenset({"key", "k", *PER_TOKEN})
-DIGITS = 9
+NATS_DECIMALS = 9
 """Decimal places of stored nats."""
 
 
@@ -162,7 +162,7 @@ def write_forced(
         missing = [row for row in wanted if row.key not in rows.rows]
         log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
         device = _compute(spec, load(), maps, missing, rows, packed) if missing else None
-        write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED)))
+        write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED_COLUMNS)))
     return {"rows": len(wanted), "rows_computed": len(missing), "device": device}
 
 
@@ -265,7 +265,7 @@ def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) 
         )
 
 
-def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow], packed: Collection[str]) -> Iterator[list[Row]]:
+def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow], packed: Collection[str]) -> Iterator[list[StoredRow]]:
     """Yields the rows of one prompt's continuations, all of a state together: a resumed run then decodes the same arms
     together, and rounds as an undisturbed one.
     """
@@ -311,11 +311,11 @@ def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[
     top = arm.argmax(-1)
     nats = {"nll": of_answer(arm), "full_nll": of_answer(full), "kl": (full.exp() * (full - arm)).sum(-1)}
     flags = {"same_top": top == full.argmax(-1), "first": top == answer}
-    rounded = {name: [round(value, DIGITS) for value in values.tolist()] for name, values in nats.items()}
+    rounded = {name: [round(value, NATS_DECIMALS) for value in values.tolist()] for name, values in nats.items()}
     return rounded | {name: values.tolist() for name, values in flags.items()}
 
 
-def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, str]) -> Iterator[Row]:
+def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, str]) -> Iterator[StoredRow]:
     for forced in wanted:
         row, arm, place = store.rows[forced.key], forced.arm, forced.continuation
         about = {
@@ -326,6 +326,6 @@ def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, st
         tokens = place.answer or row["token"]
         per_token = {name: row[name] for name in PER_TOKEN} | {"token": tokens, "seen": list(place.seen(tokens))}
         if len({len(values) for values in per_token.values()}) > 1:
-            raise ValueError(f"{store.path}: row {forced.key} has lists of different lengths; {AGAIN}")
+            raise ValueError(f"{store.path}: row {forced.key} has lists of different lengths; {ROW_REMEDY}")
         for position, values in enumerate(zip(*per_token.values(), strict=True)):
             yield {**about, "position": position, **dict(zip(per_token, values, strict=True))}

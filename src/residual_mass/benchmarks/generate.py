@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from residual_mass.benchmarks.catalogue import saturated
-from residual_mass.benchmarks.store import GENERATED, Row, RowStore, row_key
+from residual_mass.benchmarks.store import GENERATED_FIELDS, RowStore, StoredRow, row_key
 from residual_mass.files import jsonl, sha256_of, sha256_text, write_text
 from residual_mass.model.loading import backbone_identity, encode, encode_chat, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
@@ -33,7 +33,7 @@ from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_promp
 if TYPE_CHECKING:
     from residual_mass.decode.engine import Generation, SharedPrefillEngine
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,14 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """An example, and its row under each arm as far as it is known before decoding."""
+class PendingExample:
+    """An example that is to be decoded, and its row under each arm as far as it is known before."""
 
     example: Example
-    rows: list[Row]
+    rows: list[StoredRow]
+
+    def lacks_rows(self, store: RowStore) -> bool:
+        return any(row["key"] not in store.rows for row in self.rows)
 
     @property
     def name(self) -> str:
@@ -74,26 +77,42 @@ def run(spec: GenerateSpec, assets: Path, prompts: Path, phi: Sequence[Path], st
     maps = files_by_label(phi, spec.maps, spec.arms)
     _require_trained_at(spec)
     require_prompts_of(prompts, spec.benchmark, spec.length, spec.backbone.tokenizer)
-    left_out = load_manifest(prompts)["left_out"]
-    for task in (task for task in spec.tasks if task in left_out):
-        logger.info("%s is left out: %s", task, left_out[task])
-    frozen = [load_prompts(prompts, task, spec.examples) for task in spec.tasks if task not in left_out]
-    identity, source = backbone_identity(spec.backbone, assets), spec.backbone
-    tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
-    shas = {label: sha256_of(path) for label, path in maps.items()}
-    examples = [encoded(spec, spec.truncate_to, prompt, tokenizer) for of_task in frozen for prompt in of_task]
-    wanted = [Wanted(x, [_known(spec, x, arm, identity, shas) for arm in spec.arms]) for x in examples]
-    batches = list(_batches(wanted, spec.batch_tokens))
+    examples = _examples(spec, prompts, assets)
     _warn_of_extrapolation(spec, [len(example.ids) for example in examples])
-    with RowStore(store, GENERATED) as rows:
-        todo = [batch for batch in batches if any(row["key"] not in rows.rows for item in batch for row in item.rows)]
+    identity = backbone_identity(spec.backbone, assets)
+    shas = {label: sha256_of(path) for label, path in maps.items()}
+    pending = []
+    for example in examples:
+        rows = [_row_before_decoding(spec, example, arm, identity, shas) for arm in spec.arms]
+        pending.append(PendingExample(example, rows))
+    batches = list(_batches(pending, spec.batch_tokens))
+    with RowStore(store, GENERATED_FIELDS) as stored:
+        todo = [batch for batch in batches if any(item.lacks_rows(stored) for item in batch)]
         # Longest first, so that out of memory shows at once and the estimated time left errs upwards.
         todo.sort(key=_longest, reverse=True)
-        logger.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(rows.rows), store)
-        facts = _compute(spec, assets, maps, todo, rows) if todo else {}
-        # What a key determines is taken from the spec, so that no damage of the store reaches later stages.
-        write_text(out, jsonl(rows.rows[row["key"]] | row for item in wanted for row in item.rows))
-    record.write(out, identity=identity, batches=len(batches), batches_computed=len(todo), **facts)
+        log.info("%d of %d batches to compute; %d rows in %s", len(todo), len(batches), len(stored.rows), store)
+        work = _compute(spec, assets, maps, todo, stored) if todo else {}
+        written = []
+        for item in pending:
+            # What a key determines is taken from the spec, so that no damage of the store reaches later stages.
+            written += [stored.rows[row["key"]] | row for row in item.rows]
+        write_text(out, jsonl(written))
+    record.write(out, identity=identity, batches=len(batches), batches_computed=len(todo), **work)
+
+
+def _examples(spec: GenerateSpec, prompts: Path, assets: Path) -> list[Example]:
+    """Returns the examples of the spec's tasks; logs the tasks that the frozen prompts leave out."""
+    left_out = load_manifest(prompts)["left_out"]
+    backbone = spec.backbone
+    tokenizer = load_tokenizer(backbone.model_id, backbone.revision, backbone.source, assets)
+    examples = []
+    for task in spec.tasks:
+        if task in left_out:
+            log.info("%s is left out: %s", task, left_out[task])
+            continue
+        for prompt in load_prompts(prompts, task, spec.examples):
+            examples.append(encoded(spec, spec.truncate_to, prompt, tokenizer))
+    return examples
 
 
 def _require_trained_at(spec: GenerateSpec) -> None:
@@ -115,52 +134,74 @@ def _warn_of_extrapolation(spec: GenerateSpec, lengths: Sequence[int]) -> None:
     for maps in spec.maps:
         beyond = [length for length in lengths if length > maps.length]
         if beyond and not spec.allow_extrapolation:
-            logger.warning(
+            log.warning(
                 "%d of %d prompts are longer than the %d tokens that the maps %s were trained on, the longest %d",
                 len(beyond), len(lengths), maps.length, maps.label, max(beyond),
             )  # fmt: skip
 
 
-def _known(spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas: dict[str, str]) -> Row:
+def _row_before_decoding(
+    spec: GenerateSpec, example: Example, arm: ArmSpec, identity: str, shas: dict[str, str]
+) -> StoredRow:
+    """Returns the key of a row, which is of everything that determines its text, and what is known of the row."""
     prompt = example.prompt
-    key = row_key(
-        spec, arm, identity, shas, tokens_of(spec.length) if spec.budget_length == "nominal" else None,
-        task=prompt.task, index=prompt.index, prompt=prompt.sha256, ids=sha256_text(json.dumps(example.ids)),
-        decoding={
-            "greedy": True, "max_new_tokens": example.limit, "stop": prompt.stop,
-            "settled_by": reference_texts(prompt.doc) if spec.stop_when_saturated else None,
-        },
-    )  # fmt: skip
+    decoding = {
+        "greedy": True,
+        "max_new_tokens": example.limit,
+        "stop": prompt.stop,
+        "settled_by": reference_texts(prompt.doc) if spec.stop_when_saturated else None,
+    }
+    ids = sha256_text(json.dumps(example.ids))
+    of_example = {"task": prompt.task, "index": prompt.index, "prompt": prompt.sha256, "ids": ids}
     return {
-        "key": key, "task": prompt.task, "index": prompt.index, "method": arm.method,
-        "budget_percent": arm.budget_percent, "maps": arm.maps, "prompt_tokens": len(example.ids),
-        "cut_tokens": example.cut, "phi_sha": shas.get(arm.maps or ""), "prompt_sha": prompt.sha256,
-    }  # fmt: skip
+        "key": row_key(spec, arm, identity, shas, _nominal_length(spec), decoding=decoding, **of_example),
+        "task": prompt.task,
+        "index": prompt.index,
+        "method": arm.method,
+        "budget_percent": arm.budget_percent,
+        "maps": arm.maps,
+        "prompt_tokens": len(example.ids),
+        "cut_tokens": example.cut,
+        "phi_sha": shas.get(arm.maps or ""),
+        "prompt_sha": prompt.sha256,
+    }
 
 
-def _batches(wanted: Sequence[Wanted], tokens: int) -> Iterator[list[Wanted]]:
+def _nominal_length(spec: GenerateSpec) -> int | None:
+    """Returns L in the budget formula; None takes the prompt's own length."""
+    return tokens_of(spec.length) if spec.budget_length == "nominal" else None
+
+
+def _batches(pending: Sequence[PendingExample], tokens: int) -> Iterator[list[PendingExample]]:
     """Yields batches of examples with similar answer lengths, then similar prompt lengths. A step costs little more for
     many rows than for few, so batches should stay full to their end, with little padding.
     """
-    rest = sorted(wanted, key=lambda item: (-item.example.limit, -len(item.example.ids)))
+
+    def lengths(item: PendingExample) -> tuple[int, int]:
+        return item.example.limit, len(item.example.ids)
+
+    rest = sorted(pending, key=lengths, reverse=True)
     while rest:
         size = _fitting(rest, tokens)
         yield rest[:size]
         rest = rest[size:]
 
 
-def _fitting(batch: Sequence[Wanted], tokens: int) -> int:
+def _fitting(batch: Sequence[PendingExample], tokens: int) -> int:
     """Returns how many of the first examples, at least one, fit into `tokens` prompt tokens, padding included."""
-    longest = accumulate((len(item.example.ids) for item in batch), max)
-    return max(1, sum(size * length <= tokens for size, length in enumerate(longest, start=1)))
+    lengths = [len(item.example.ids) for item in batch]
+    fitting = 0
+    for size, longest in enumerate(accumulate(lengths, max), start=1):
+        fitting += size * longest <= tokens
+    return max(1, fitting)
 
 
-def _longest(batch: Sequence[Wanted]) -> int:
+def _longest(batch: Sequence[PendingExample]) -> int:
     return max(len(item.example.ids) for item in batch)
 
 
 def _compute(
-    spec: GenerateSpec, assets: Path, maps: dict[str, Path], batches: Sequence[list[Wanted]], store: RowStore
+    spec: GenerateSpec, assets: Path, maps: dict[str, Path], batches: Sequence[list[PendingExample]], store: RowStore
 ) -> dict[str, Any]:
     """Decodes `batches` and adds their missing rows to the store; returns facts for the record."""
     from tqdm import tqdm
@@ -168,31 +209,38 @@ def _compute(
     from residual_mass.decode.engine import SharedPrefillEngine
 
     backbone = load_backbone(spec.backbone, assets)
-    logger.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
+    log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
-    nominal = tokens_of(spec.length) if spec.budget_length == "nominal" else None
-    engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, nominal)
-    room, decode = spec.batch_tokens, backbone.tokenizer.decode
+    engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, _nominal_length(spec))
+    room = spec.batch_tokens
     with tqdm(total=sum(map(len, batches)), unit="example") as bar:
         for batch in batches:
             generations, room = _decoded(spec, engine, backbone.tokenizer, batch, room)
-            rows = (
-                {**row, "k": generation.k, "tokens": generation.tokens, "finish": generation.finish,
-                 "text": cut_at(decode(generation.tokens, skip_special_tokens=True), item.example.prompt.stop)}
-                for item, by_arm in zip(batch, generations, strict=True)
-                for row, generation in zip(item.rows, by_arm, strict=True)
-                if row["key"] not in store.rows
-            )  # fmt: skip
-            store.append(rows)
+            rows = []
+            for item, by_arm in zip(batch, generations, strict=True):
+                rows += _decoded_rows(item, by_arm, backbone.tokenizer)
+            store.append(row for row in rows if row["key"] not in store.rows)
             rate = engine.work.decode_rows / max(engine.work.decode_seconds, 1e-9)
             first, *more = dict.fromkeys(item.example.prompt.task for item in batch)
-            bar.set_postfix_str(f"{first}{f' and {len(more)} more' if more else ''}, {rate:.1f} tokens/s")
+            others = f" and {len(more)} more" if more else ""
+            bar.set_postfix_str(f"{first}{others}, {rate:.1f} tokens/s")
             bar.update(len(batch))
     return {"device": backbone.device, **asdict(engine.work)}
 
 
+def _decoded_rows(pending: PendingExample, generations: Sequence[Generation], tokenizer: Any) -> list[StoredRow]:
+    """Returns the rows of an example with what was generated under each arm."""
+    stop = pending.example.prompt.stop
+    rows = []
+    for row, generation in zip(pending.rows, generations, strict=True):
+        text = tokenizer.decode(generation.tokens, skip_special_tokens=True)
+        decoded = {"k": generation.k, "tokens": generation.tokens, "finish": generation.finish}
+        rows.append({**row, **decoded, "text": cut_at(text, stop)})
+    return rows
+
+
 def _decoded(
-    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, batch: Sequence[Wanted], room: int
+    spec: GenerateSpec, engine: SharedPrefillEngine, tokenizer: Any, batch: Sequence[PendingExample], room: int
 ) -> tuple[list[list[Generation]], int]:
     """Returns generations by [example][arm], and how many prompt tokens, padding included, are assumed to fit from here
     on: half of `room` or less after running out of memory.
@@ -211,14 +259,16 @@ def _decoded(
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             return saturated(spec.benchmark, examples[number].prompt.doc, text)
 
-        stops = settled if spec.stop_when_saturated else None
+        prompts = [example.ids for example in examples]
+        limits = [example.limit for example in examples]
         try:
-            generations += engine.generate([x.ids for x in examples], [x.limit for x in examples], stops)
+            generations += engine.generate(prompts, limits, settled if spec.stop_when_saturated else None)
             continue
         except torch.OutOfMemoryError as error:
             padded = len(part) * _longest(part)
             if len(part) == 1:
-                needed, reason = f"{padded} tokens, {len(spec.arms)} arms", str(error).partition(". ")[0]
+                needed = f"{padded} tokens, {len(spec.arms)} arms"
+                reason = str(error).partition(". ")[0]
                 raise ValueError(
                     f"{part[0].name}: out of memory with this prompt alone ({needed}): {reason}; use a device with "
                     "more memory, or shorter prompts (truncate_to)"
@@ -227,7 +277,7 @@ def _decoded(
             raise ValueError(f"{part[error.prompt].name}: {error}") from None
         torch.cuda.empty_cache()  # only here, after the tensors of the failed attempt are released
         room = padded // 2
-        logger.warning(
+        log.warning(
             "out of memory with %d prompts of %d tokens together: continuing with at most %d tokens (batch_tokens)",
             len(part), padded, room,
         )  # fmt: skip
@@ -236,7 +286,8 @@ def _decoded(
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
     """Returns `text` up to the first occurrence of any of the strings `stop`."""
-    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+    ends = [text.index(word) for word in stop if word in text]
+    return text[: min(ends, default=len(text))]
 
 
 # ---- prompts as tokens -----------------------------------------------------------------------------------------------
@@ -270,7 +321,9 @@ def cut_to(ids: list[int], room: int, front: Sequence[int]) -> tuple[list[int], 
     BOS, a prompt loses its strongest attention sink.
     """
     cut = max(0, len(ids) - room)
-    return ([*front, *ids[len(front) + cut :]] if cut else ids), cut
+    if cut:
+        ids = [*front, *ids[len(front) + cut :]]
+    return ids, cut
 
 
 def reference_texts(doc: dict[str, Any]) -> list[str]:

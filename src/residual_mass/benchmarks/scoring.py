@@ -18,59 +18,72 @@ from residual_mass.methods import names
 from residual_mass.metrics import Metric, budget_text, metric_of_mean
 from residual_mass.provenance import Record
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import RESULTS
+from residual_mass.spec.columns import SCORE_COLUMNS
 from residual_mass.spec.specs import ScoreSpec
 from residual_mass.spec.tasks import task_named
 from residual_mass.statistics import holm, means, minimal_detectable_effect, sign_flip_p
 from residual_mass.texts.frozen_prompts import Prompt, load_manifest, load_prompts
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SIGNIFICANT = 0.05
 DATA_ORDER = ("original", "simulated", "stand-in")
 FULL = ArmSpec("full")
 SCORERS = ["harness", "original"]
-NUMBERS = {
-    "value": ("value", "harness"), "stderr": ("stderr", "harness"),
-    "ci_low": ("ci_low", "harness"), "ci_high": ("ci_high", "harness"),
-    "original_value": ("value", "original"), "original_stderr": ("stderr", "original"),
-    "original_ci_low": ("ci_low", "original"), "original_ci_high": ("ci_high", "original"),
-    "gain": ("value", "gain"), "gain_ci_low": ("ci_low", "gain"), "gain_ci_high": ("ci_high", "gain"),
-    "gain_p": ("p", "gain"), "mde": ("mde", "gain"), "full_gap": ("value", "full_gap"), "full_gap_p": ("p", "full_gap"),
-}  # fmt: skip
+RESULT_STATISTICS = dict(
+    value=("value", "harness"),
+    stderr=("stderr", "harness"),
+    ci_low=("ci_low", "harness"),
+    ci_high=("ci_high", "harness"),
+    original_value=("value", "original"),
+    original_stderr=("stderr", "original"),
+    original_ci_low=("ci_low", "original"),
+    original_ci_high=("ci_high", "original"),
+    gain=("value", "gain"),
+    gain_ci_low=("ci_low", "gain"),
+    gain_ci_high=("ci_high", "gain"),
+    gain_p=("p", "gain"),
+    mde=("mde", "gain"),
+    full_gap=("value", "full_gap"),
+    full_gap_p=("p", "full_gap"),
+)
 """Columns of the result, each with its statistic and the quantity in `_compared` that it describes."""
 SHARES = {"k": "k_mean", "k_zero": "k_zero_share", "cut": "cut_share"}
 """Columns of the rows, each with the column of the result that is its mean."""
-GENERATED = ["task", "index", "arm", "k", "cut_tokens", "text", "phi_sha"]
+COLLECTED_COLUMNS = ["task", "index", "arm", "k", "cut_tokens", "text", "phi_sha"]
 RERUN = "run the generate stage again"
+Place = tuple[str, ArmSpec, int]
+"""Task, arm and example of a row."""
 
 
 def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> None:
     """The `score` stage: one CSV row per task and arm, then the rows over all tasks."""
     record = Record("score", spec, [prompts, *generations])
     manifest = load_manifest(prompts)
-    examples = {
-        task: load_prompts(prompts, task, min(spec.examples, entry["examples"]))
-        for task, entry in manifest["tasks"].items()
-    }
+    examples = {}
+    for task, entry in manifest["tasks"].items():
+        examples[task] = load_prompts(prompts, task, min(spec.examples, entry["examples"]))
     rows = collect(generations, examples, spec.arms)
 
     @cache  # ROUGE is slow, and many arms generate the same text
     def scores(task: str, index: int, text: str) -> tuple[float, float]:
         return both_scores(spec.benchmark, task, examples[task][index].doc, text)
 
-    rows[SCORERS] = [scores(*row) for row in zip(rows["task"], rows["index"], rows["text"], strict=True)]
-    tables = [_table(spec, manifest, str(task), part) for task, part in rows.groupby("task", sort=False)]
+    answers = zip(rows["task"], rows["index"], rows["text"], strict=True)
+    rows[SCORERS] = [scores(*answer) for answer in answers]
+    tables = []
+    for task, of_task in rows.groupby("task", sort=False):
+        tables.append(_table(spec, manifest, str(task), of_task))
     tables.append(_table(spec, manifest, "all", rows))
-    write_text(out, csv_text(RESULTS, pd.concat(tables).to_dict("records")))
+    write_text(out, csv_text(SCORE_COLUMNS, pd.concat(tables).to_dict("records")))
     record.write(out)
 
 
 def join(results: Sequence[Path], out: Path) -> None:
     """The `join` stage: the rows of several result tables as one."""
     record = Record("join", {}, results)
-    rows = pd.concat([read_csv(path, RESULTS, "score") for path in results])
-    write_text(out, csv_text(RESULTS, rows.to_dict("records")))
+    rows = pd.concat([read_csv(path, SCORE_COLUMNS, "score") for path in results])
+    write_text(out, csv_text(SCORE_COLUMNS, rows.to_dict("records")))
     record.write(out)
 
 
@@ -87,26 +100,36 @@ def collect(
     Raises:
         ValueError: a row comes from another prompt, comes twice, or is missing; names the file.
     """
-    shas = {(task, prompt.index): prompt.sha256 for task, prompts in examples.items() for prompt in prompts}
-    rows: dict[tuple[str, ArmSpec, int], dict[str, Any]] = {}
-    for file, row in ((path, row) for path in generations for row in read_jsonl(path)):
-        task, index, arm = row["task"], row["index"], ArmSpec(row["method"], row["budget_percent"], row["maps"])
-        if arms is not None and arm not in arms:
-            continue
-        if shas.get((task, index)) != row["prompt_sha"]:
-            raise ValueError(f"{file}: {task} example {index} was generated from other prompts; give those, or {RERUN}")
-        if (task, arm, index) in rows:
-            raise ValueError(f"{file}: a second row for {_name(task, arm)} example {index}; give each arm once")
-        rows[task, arm, index] = row | {"arm": arm}
-    ordered = sorted({*(arm for _, arm, _ in rows), *(arms or ())}, key=_canonical)
+    shas = {}
+    for task, prompts in examples.items():
+        for prompt in prompts:
+            shas[task, prompt.index] = prompt.sha256
+    rows: dict[Place, dict[str, Any]] = {}
+    for file in generations:
+        for row in read_jsonl(file):
+            task, index = row["task"], row["index"]
+            arm = ArmSpec(row["method"], row["budget_percent"], row["maps"])
+            if arms is not None and arm not in arms:
+                continue
+            if shas.get((task, index)) != row["prompt_sha"]:
+                what = f"{task} example {index} was generated from other prompts"
+                raise ValueError(f"{file}: {what}; give those, or {RERUN}")
+            if (task, arm, index) in rows:
+                raise ValueError(f"{file}: a second row for {_name(task, arm)} example {index}; give each arm once")
+            rows[task, arm, index] = row | {"arm": arm}
+    found = {arm for _, arm, _ in rows}
+    ordered = sorted(found.union(arms or ()), key=_canonical)
+    places = []
     for task, arm in product(examples, ordered):
-        count = len(examples[task])
-        if missing := [str(i) for i in range(count) if (task, arm, i) not in rows]:
-            listed, searched = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5), ", ".join(map(str, generations))
-            what = f"{_name(task, arm)} lacks {len(missing)} of {count} examples ({listed})"
+        of_arm = [(task, arm, index) for index in range(len(examples[task]))]
+        missing = [str(index) for _, _, index in of_arm if (task, arm, index) not in rows]
+        if missing:
+            listed = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+            searched = ", ".join(map(str, generations))
+            what = f"{_name(task, arm)} lacks {len(missing)} of {len(of_arm)} examples ({listed})"
             raise ValueError(f"{searched}: {what}; {RERUN}")
-    places = ((task, arm, i) for task in examples for arm in ordered for i in range(len(examples[task])))
-    return pd.DataFrame([rows[place] for place in places], columns=GENERATED)
+        places += of_arm
+    return pd.DataFrame([rows[place] for place in places], columns=COLLECTED_COLUMNS)
 
 
 def _canonical(arm: ArmSpec) -> tuple[int, float, str]:
@@ -122,42 +145,78 @@ def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFr
     """Returns a row per arm over the tasks of `rows`, as text; unknown values are empty."""
     codes, arms = rows["arm"].factorize()
     rows = rows.assign(arm=codes, k_zero=rows["k"] == 0, cut=rows["cut_tokens"] > 0)
-    tasks = {str(name): _compared(part, list(arms)) for name, part in rows.groupby("task", sort=False)}
+    tasks = {}
+    for name, of_task in rows.groupby("task", sort=False):
+        tasks[str(name)] = _compared(of_task, list(arms))
     entries = [task_named(spec.benchmark, name) for name in tasks]
-    metric, kinds = metric_of_mean(entry.metric for entry in entries), {e.data(spec.data_source) for e in entries}
+    metric = metric_of_mean(entry.metric for entry in entries)
+    kinds = {entry.data(spec.data_source) for entry in entries}
 
+    by_arm = _statistics(spec, tasks).unstack("what")
+    numbers = pd.DataFrame(index=by_arm.index)
+    for column, place in RESULT_STATISTICS.items():
+        numbers[column] = by_arm.get(place, np.nan)
+    shares = rows.groupby("arm")[[*SHARES]].mean()
+    numbers = numbers.join(shares.rename(columns=SHARES))
+
+    beating = _better_than_full(task, arms, numbers, metric)
+    flags = []
+    for arm, value in numbers["value"].items():
+        words = metric.flags(value) | ({"beats_full"} if arm in beating else set())
+        flags.append(" ".join(sorted(words)))
+    backbone = spec.backbone
+    of_arms = {
+        "method": [arm.method for arm in arms],
+        "budget_percent": [budget_text(arm.budget_percent) for arm in arms],
+        "maps": [arm.maps or "" for arm in arms],
+        "phi_sha": rows.groupby("arm")["phi_sha"].first(),
+        "flags": flags,
+        "n": rows.groupby("arm").size(),
+    }
+    of_table = {
+        "benchmark": spec.benchmark,
+        "backbone": backbone.name,
+        "length": spec.length,
+        "task": task,
+        "metric": metric.name,
+        "data": "+".join(kind for kind in DATA_ORDER if kind in kinds),
+        "decoding": spec.decoding,
+        "study": spec.study,
+        "model_id": backbone.model_id,
+        "revision": backbone.revision,
+        "prompts_sha": manifest["sha256"],
+        "weights": backbone.weights,
+    }
+    table = numbers.map(_number).assign(**of_arms, **of_table)
+    if FULL in arms and all(entry.metric.right is not None for entry in entries):
+        right = [e.metric.is_right(part.loc["harness"]) for e, part in zip(entries, tasks.values(), strict=True)]
+        table = table.join(_turned_answers(right, list(arms).index(FULL)).astype(str))
+    return table.fillna("")
+
+
+def _statistics(spec: ScoreSpec, tasks: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Returns means, uncertainties, `mde` and `p` with a row per quantity of `_compared` and arm."""
     statistics = means(tasks, spec.bootstrap_resamples, spec.seed).frame
     statistics["mde"] = minimal_detectable_effect(statistics["stderr"])
     differences = {name: part.drop(index=SCORERS, level="what") for name, part in tasks.items()}
     p_values = sign_flip_p(differences, spec.bootstrap_resamples, spec.seed)
-    statistics["p"] = pd.Series(p_values, statistics.drop(index=SCORERS, level="what").index)
-    by_arm = statistics.unstack("what")
-    numbers = pd.DataFrame({name: by_arm.get(place, np.nan) for name, place in NUMBERS.items()}, by_arm.index)
-    numbers = numbers.join(rows.groupby("arm")[[*SHARES]].mean().rename(columns=SHARES))
+    of_differences = statistics.drop(index=SCORERS, level="what").index
+    statistics["p"] = pd.Series(p_values, of_differences)
+    return statistics
 
-    beating = _better_than_full(task, arms, numbers, metric)
-    flags = [metric.flags(x) | ({"beats_full"} if arm in beating else set()) for arm, x in numbers["value"].items()]
-    table = numbers.map(_number).assign(
-        method=[arm.method for arm in arms],
-        budget_percent=[budget_text(arm.budget_percent) for arm in arms],
-        maps=[arm.maps or "" for arm in arms],
-        phi_sha=rows.groupby("arm")["phi_sha"].first(),
-        flags=[" ".join(sorted(words)) for words in flags],
-        n=rows.groupby("arm").size(),
-        benchmark=spec.benchmark, backbone=spec.backbone.name, length=spec.length, task=task, metric=metric.name,
-        data="+".join(kind for kind in DATA_ORDER if kind in kinds), decoding=spec.decoding, study=spec.study,
-        model_id=spec.backbone.model_id, revision=spec.backbone.revision, prompts_sha=manifest["sha256"],
-        weights=spec.backbone.weights,
-    )  # fmt: skip
-    if FULL in arms and all(entry.metric.right is not None for entry in entries):
-        right = [e.metric.is_right(part.loc["harness"]) for e, part in zip(entries, tasks.values(), strict=True)]
-        full = list(arms).index(FULL)
-        turned = {  # answers that full has right and the arm wrong, and the other way round (arXiv 2407.09141)
-            "right_to_wrong": sum((~x & x.loc[full]).sum(axis=1) for x in right),
-            "wrong_to_right": sum((x & ~x.loc[full]).sum(axis=1) for x in right),
-        }
-        table = table.join(pd.DataFrame(turned).drop(full).astype(str))
-    return table.fillna("")
+
+def _turned_answers(right: Sequence[pd.DataFrame], full: int) -> pd.DataFrame:
+    """Returns how many answers of full each other arm turns from right to wrong, and the other way round (arXiv
+    2407.09141).
+
+    Args:
+        right: for each task whether answers are right, with a row per arm and a column per example.
+        full: row of the arm full.
+    """
+    lost = sum((~answers & answers.loc[full]).sum(axis=1) for answers in right)
+    won = sum((answers & ~answers.loc[full]).sum(axis=1) for answers in right)
+    turned = pd.DataFrame({"right_to_wrong": lost, "wrong_to_right": won})
+    return turned.drop(full)
 
 
 def _compared(rows: pd.DataFrame, arms: list[ArmSpec]) -> pd.DataFrame:
@@ -165,13 +224,17 @@ def _compared(rows: pd.DataFrame, arms: list[ArmSpec]) -> pd.DataFrame:
     example. Quantities: `harness` and `original`, the scores of all arms; `gain`, the difference of methods with a
     residual estimate to topk at the same budget; `full_gap`, the difference of all other arms to full.
     """
-    harness, original = (rows.pivot(index="arm", columns="index", values=scorer) for scorer in SCORERS)
-    topk = {
-        number: arms.index(same)
-        for number, arm in enumerate(arms)
-        if arm.method not in ("full", "topk") and (same := ArmSpec("topk", arm.budget_percent)) in arms
-    }
-    gain = harness.loc[[*topk]] - harness.loc[[*topk.values()]].to_numpy()
+    harness = rows.pivot(index="arm", columns="index", values="harness")
+    original = rows.pivot(index="arm", columns="index", values="original")
+    paired, topk = [], []
+    for number, arm in enumerate(arms):
+        if arm.method in ("full", "topk"):
+            continue
+        same_budget = ArmSpec("topk", arm.budget_percent)
+        if same_budget in arms:
+            paired.append(number)
+            topk.append(arms.index(same_budget))
+    gain = harness.loc[paired] - harness.loc[topk].to_numpy()
     full_gap = harness[:0]
     if FULL in arms:
         full = arms.index(FULL)
@@ -186,13 +249,15 @@ def _better_than_full(task: str, arms: Sequence[ArmSpec], numbers: pd.DataFrame,
     """
     gaps = numbers["full_gap"].dropna()
     adjusted = pd.Series(holm(numbers["full_gap_p"][gaps.index]), gaps.index)
-    beating = [arm for arm, gap in gaps.items() if metric.better(gap, 0) and adjusted[arm] < SIGNIFICANT]
-    for arm in beating:
-        logger.warning(
-            "alarm: %s is %s full (adjusted p %.2g): more likely a mistake in the harness than a finding",
-            _name(task, arms[arm]), "above" if metric.higher_is_better else "below", adjusted[arm],
-        )  # fmt: skip
-    return set(beating)
+    side = "above" if metric.higher_is_better else "below"
+    beating = set()
+    for arm, gap in gaps.items():
+        if metric.better(gap, 0) and adjusted[arm] < SIGNIFICANT:
+            name = _name(task, arms[arm])
+            unlikely = "more likely a mistake in the harness than a finding"
+            log.warning("alarm: %s is %s full (adjusted p %.2g): %s", name, side, adjusted[arm], unlikely)
+            beating.add(arm)
+    return beating
 
 
 def _number(number: float) -> str:

@@ -16,12 +16,12 @@ from residual_mass.files import errors_naming, jsonl, locked, sha256_text
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.specs import ForceSpec, GenerateSpec
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-Row = dict[str, Any]
-GENERATED = frozenset("key task index method budget_percent maps k cut_tokens text phi_sha prompt_sha".split())
+StoredRow = dict[str, Any]
+GENERATED_FIELDS = frozenset("key task index method budget_percent maps k cut_tokens text phi_sha prompt_sha".split())
 """The fields of a generated row that later stages read."""
-AGAIN = "delete the line, and the row is computed again"
+ROW_REMEDY = "delete the line, and the row is computed again"
 
 
 def row_key(
@@ -30,7 +30,7 @@ def row_key(
     identity: str,
     shas: Mapping[str, str],
     nominal: int | None,
-    **own: Any,
+    **further: Any,
 ) -> str:
     """Returns a hash of everything that determines a row.
 
@@ -38,9 +38,9 @@ def row_key(
         identity: of the backbone.
         shas: sha256 of the feature maps by label.
         nominal: L in the budget formula; None takes the prefix's own length.
-        own: further values of the stage.
+        further: values that only the stage has.
     """
-    common = {
+    fields = {
         "backbone": identity,
         "phi": shas.get(arm.maps or ""),
         "arm": {**arm.rule.identity, "budget_percent": arm.budget_percent},
@@ -48,7 +48,7 @@ def row_key(
         "nominal_length": nominal,
         "recipe": spec.recipe,
     }
-    return sha256_text(json.dumps(common | own, sort_keys=True))
+    return sha256_text(json.dumps(fields | further, sort_keys=True))
 
 
 class RowStore:
@@ -64,8 +64,9 @@ class RowStore:
     """
 
     def __init__(self, path: Path, fields: frozenset[str]) -> None:
-        self.path, self.fields = path, fields
-        self.rows: dict[str, Row] = {}
+        self.path = path
+        self.fields = fields
+        self.rows: dict[str, StoredRow] = {}
 
     def __enter__(self) -> RowStore:
         with ExitStack() as opened:
@@ -82,13 +83,14 @@ class RowStore:
         with suppress(OSError):  # `append` has raised it already, and the rows of its earlier calls are on disk
             self._opened.close()
 
-    def append(self, rows: Iterable[Row]) -> None:
+    def append(self, rows: Iterable[StoredRow]) -> None:
         """Adds rows durably: once this returns, they survive a killed process or machine. If it raises, no row is
         added, so that a resumed run decodes the same rows together as an undisturbed one.
         """
         fresh = list(rows)
         with errors_naming(self.path):
-            size, data = self._file.seek(0, os.SEEK_END), jsonl(fresh).encode()
+            size = self._file.seek(0, os.SEEK_END)
+            data = jsonl(fresh).encode()
             try:
                 while data:  # a nearly full disk takes a part of it
                     data = data[self._file.write(data) :]
@@ -103,7 +105,7 @@ class RowStore:
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
-            logger.warning("%s: cutting off a torn last line (%d bytes)", self.path, len(content) - whole)
+            log.warning("%s: cutting off a torn last line (%d bytes)", self.path, len(content) - whole)
             with errors_naming(self.path):
                 self._file.truncate(whole)
         for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
@@ -112,6 +114,6 @@ class RowStore:
             except (ValueError, RecursionError):
                 row = None
             if not isinstance(row, dict) or not row.keys() >= self.fields or not isinstance(row["key"], str):
-                raise ValueError(f"{self.path}:{number}: not a row of this store; {AGAIN}")
+                raise ValueError(f"{self.path}:{number}: not a row of this store; {ROW_REMEDY}")
             if self.rows.setdefault(row["key"], row) != row:
                 raise ValueError(f"{self.path}:{number}: differs from an earlier row of its key; delete one of them")

@@ -34,7 +34,7 @@ from residual_mass.measure.names import shown, title_of
 from residual_mass.measure.served import Served, budgets_of
 from residual_mass.measure.times import Timer, Times
 from residual_mass.measure.weights import weights_cost
-from residual_mass.methods import Step, method_named
+from residual_mass.methods import method_named
 from residual_mass.methods.step_bytes import bytes_per_verified_token, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
 from residual_mass.model.loading import Backbone, load_tokenizer
@@ -42,7 +42,7 @@ from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.provenance import Record, device_name
 from residual_mass.recipes import RECIPES
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import FORCED
+from residual_mass.spec.columns import FORCED_COLUMNS
 from residual_mass.spec.settings import AnchorSpec, MapsSpec
 from residual_mass.spec.specs import FidelitySpec, ForceSpec
 
@@ -268,7 +268,7 @@ def _kl_table(args: Arguments, anchors: AnchorSpec, result: Path, tail: str) -> 
 
 def _first_differences(args: Arguments, forced: Path) -> pd.DataFrame:
     """Returns the rates of first differences by ARM_OF_TEXT."""
-    drafts = read_parquet(forced, FORCED, "force").query("method != 'full'")
+    drafts = read_parquet(forced, FORCED_COLUMNS, "force").query("method != 'full'")
     drafts = drafts.assign(first=drafts["same_top"]).groupby("text")
     rates = []
     for name, part in drafts:
@@ -317,8 +317,7 @@ def _read(
     shape = backbone.shape
     fixed = anchors.sink + anchors.tail
     features = 0 if phi is None else phi.map.d_phi
-    group = shape.query_heads // shape.kv_heads
-    step = Step(length, shape.head_dim, group, fixed, 0, features)
+    step = shape.step(length, anchors=fixed, features=features)
     full = full_bytes(step)
     of_packed = _read_packed(args, document, backbone, full, packed)
     rows = [(text.name, *row) for row in of_packed]
@@ -346,12 +345,11 @@ def _read_packed(
     length, shape = args.prompt_tokens, backbone.shape
     engine = SharedPrefillEngine(backbone, arms, AnchorSpec(), None, length)
     prompt = PackedPrompt(ForcedDecoder(engine, document[:length]))
-    group = shape.query_heads // shape.kv_heads
     for arm in arms:
         cache = prompt.cache(arm)
         layers = [layer.packed for layer in cache.packed_layers]
         kept = sum(layer.bytes for layer in layers)
         prompt.logits(arm, document[length : length + 1], cache)
-        read = sum(layer.read_bytes(group) for layer in layers)
+        read = sum(layer.read_bytes(shape.group) for layer in layers)
         whole = full * shape.kv_heads * len(layers)
         yield arm.method, arm.budget_percent, read / whole, kept / whole

@@ -6,7 +6,7 @@ import re
 
 from residual_mass.spec.sections import Decoding
 
-RESULTS = (
+SCORE_COLUMNS = (
     "benchmark backbone length task method budget_percent maps metric value stderr ci_low ci_high "
     "original_value original_stderr original_ci_low original_ci_high n "
     "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p right_to_wrong wrong_to_right flags data "
@@ -20,11 +20,11 @@ DRAFTED = 32
 """Tokens of a draft, unless full attention ends its text earlier."""
 OWN, DENSE = "own", "dense"
 """States of the forced tokens: the arm's own, or those of full attention."""
-FORCED = (
+FORCED_COLUMNS = (
     "text task index continuation state method budget_percent maps phi_sha k position token seen "
     "nll full_nll kl same_top first"
 ).split()
-FIDELITY = (
+FIDELITY_COLUMNS = (
     "text backbone length task continuation state method budget_percent maps metric value stderr ci_low ci_high "
     "gain gain_ci_low gain_ci_high gain_p documents tokens k_mean study model_id revision phi_sha weights"
 ).split()

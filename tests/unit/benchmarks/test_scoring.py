@@ -21,8 +21,8 @@ from residual_mass.benchmarks import scoring
 from residual_mass.benchmarks.catalogue import both_scores
 from residual_mass.files import jsonl
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import RESULTS, decoding_settings, decoding_words
-from residual_mass.spec.labels import METHODS
+from residual_mass.spec.columns import SCORE_COLUMNS, decoding_settings, decoding_words
+from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.sections import Decoding
 from residual_mass.spec.specs import BackboneSpec, ScoreSpec
 from residual_mass.spec.tasks import BENCHMARKS, tasks_of
@@ -93,7 +93,7 @@ def rows(manifest: Path) -> list[Row]:
 
 def test_columns_and_provenance(manifest: Path, rows: list[Row], tmp_path: Path) -> None:
     table = score(manifest, rows, tmp_path)
-    assert list(table[0]) == RESULTS
+    assert list(table[0]) == SCORE_COLUMNS
     phi = line_of(table, "all", "topk_phi")
     assert phi.items() >= {
         "benchmark": "ruler", "backbone": "tiny", "length": "1k", "budget_percent": "2", "maps": "1k",
@@ -179,7 +179,7 @@ RIGHT = {"full": 0.7, "topk": 0.3, "topk_phi": 0.6, "topk_phi_nosub": 0.9}
 STUDY_ARMS = (
     ArmSpec("full"),
     *(ArmSpec("topk", b) for b in (2.0, 4.0)),
-    *(ArmSpec(m, b, "1k") for m in METHODS[2:] for b in (2.0, 8.0)),
+    *(ArmSpec(m, b, "1k") for m in PAPER_METHODS[2:] for b in (2.0, 8.0)),
 )
 
 
