@@ -36,7 +36,7 @@ from residual_mass.decode.text import TextBatch
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
 from residual_mass.measure.latency import Side, timed
-from residual_mass.methods import Step, method_named
+from residual_mass.methods import method_named
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
 from residual_mass.model.hook import Prefill, prefill
@@ -193,11 +193,10 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
         if side.packed:
             cache = filled(backbone, read, side)
             timed(backbone.model, side, cache, 1)  # sets the number of chosen tokens
-            group = shape.query_heads // shape.kv_heads
-            kept, reads = cache.nbytes, sum(layer.packed.read_bytes(group) for layer in cache.layers)
+            kept, reads = cache.nbytes, sum(layer.packed.read_bytes(shape.group) for layer in cache.layers)
         else:
             k = retrieved_by(make_arm(side.method, side.budget), length, ANCHORS, None)
-            step = Step(length, shape.head_dim, shape.query_heads // shape.kv_heads, ANCHORS.sink + ANCHORS.tail, k, 0)
+            step = shape.step(length, anchors=ANCHORS.sink + ANCHORS.tail)
             step = step._replace(retrieved=most_retrieved(side.method, k, step))
             heads = shape.layers * shape.kv_heads
             wide = 2 if side is sides[0] else 1  # full attention's cache is in float32

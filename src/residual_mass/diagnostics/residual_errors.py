@@ -23,7 +23,7 @@ from residual_mass.diagnostics.errors import PHI, TOPK, ReadLayer
 from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.diagnostics.samples import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio, text
 from residual_mass.files import csv_text, write_parquet, write_text
-from residual_mass.methods import Step, method_named
+from residual_mass.methods import method_named
 from residual_mass.methods.step_bytes import feature_bytes, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import budget_text
 from residual_mass.model.loading import Backbone, load_backbone
@@ -183,9 +183,9 @@ def _bytes(
     """Returns the columns of bytes, given the mean number of tokens read exactly and the bytes of the state."""
     shape = backbone.shape
     anchors = spec.anchors.sink + spec.anchors.tail
-    group = shape.query_heads // shape.kv_heads
     features = 0 if maps is None else maps.map.d_phi
-    step = Step(tokens_of(spec.length), shape.head_dim, group, anchors, tokens_read - anchors, features)
+    length = tokens_of(spec.length)
+    step = shape.step(length, anchors=anchors, retrieved=tokens_read - anchors, features=features)
     rule = method_named(method)
     cache = full_bytes(step)
     read = step_bytes(rule, step)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.files import atomic_write, sha256_of
+from residual_mass.methods.interface import Step
 from residual_mass.model.layers import device_of
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import MAPS_HEADER, MapSpec, MapsSpec
@@ -43,11 +44,22 @@ class HeadShape:
         """Reads the shape from a transformers model configuration; of one with images or sound, that of the text."""
         config = config.get_text_config(decoder=True)
         query_heads = config.num_attention_heads
-        if (plain := getattr(config, "qk_nope_head_dim", None)) is not None:  # latent attention: a key for every head
-            return cls(config.num_hidden_layers, query_heads, query_heads, plain + config.qk_rope_head_dim)
+        without_positions = getattr(config, "qk_nope_head_dim", None)
+        if without_positions is not None:  # latent attention: a key for every head
+            head_dim = without_positions + config.qk_rope_head_dim
+            return cls(config.num_hidden_layers, query_heads, query_heads, head_dim)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
         return cls(config.num_hidden_layers, query_heads, kv_heads, head_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.query_heads // self.kv_heads
+
+    def step(self, tokens: int, *, anchors: int = 0, retrieved: float = 0, features: int = 0) -> Step:
+        """Returns the sizes of a step in one layer and KV head, after a prompt of so many tokens."""
+        return Step(tokens, self.head_dim, self.group, anchors, retrieved, features)
 
 
 class PhiMaps(nn.Module):

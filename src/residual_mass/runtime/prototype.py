@@ -60,6 +60,7 @@ class PrototypeDecoder:
         steps: int,
     ) -> None:
         self.model = model
+        self.recorded = False
         self.steps = steps
         self.rule = method_named(method)
         self.device = device_of(model)
@@ -110,7 +111,7 @@ class PrototypeDecoder:
         scores = attention_scores(grouped, key.float(), scale)
         top, chosen = scores[..., : self.length].masked_fill(~self.mid, -torch.inf).topk(self.k, dim=-1, sorted=False)
         retrieved = Selected(chosen, top > -torch.inf)
-        values = _gathered(value, chosen).float()
+        values = _rows_at(value, chosen).float()
         own = exact_terms(top.unsqueeze(-2), values, retrieved.valid.unsqueeze(-2))  # each row has its own tokens
         parts = [Terms(own.numerator.squeeze(-2), own.denominator.squeeze(-1), own.shift.squeeze(-1))]
         for tokens in self.always_exact:  # anchors and generated tokens
@@ -126,7 +127,7 @@ class PrototypeDecoder:
 
     def _features_again(self, index: int, keys: Tensor, retrieved: Selected) -> Tensor:
         """Recomputes phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units; zero in empty slots."""
-        chosen = _gathered(keys, retrieved.indices)
+        chosen = _rows_at(keys, retrieved.indices)
         log_features = _as_written(self.phi.key[index], chosen.flatten(2, 3)).unflatten(2, retrieved.indices.shape[2:])
         features = (log_features - self.summaries[index].log_shift[:, :, None, None]).exp()
         return torch.where(retrieved.valid.unsqueeze(-1), features, 0)
@@ -140,7 +141,7 @@ def _as_written(feature_map: nn.Module, x: Tensor) -> Tensor:
     return function(stacked).unflatten(1, (batch, n)).transpose(0, 1)
 
 
-def _gathered(x: Tensor, indices: Tensor) -> Tensor:
+def _rows_at(x: Tensor, indices: Tensor) -> Tensor:
     """Gathers rows of x [B, Hkv, L, D] at indices [B, Hkv, G, K]: [B, Hkv, G, K, D]."""
     flat = indices.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, flat).unflatten(2, indices.shape[2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,15 +10,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap
-from residual_mass.methods import Method, Step, method_named
+from residual_mass.methods import Method, method_named
+from residual_mass.methods.interface import FLOAT32
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import StepBytes, packed_bytes, step_bytes
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.settings import AnchorSpec
+from residual_mass.timing import timed
 
 Implementation = Literal["prototype", "fused", "kernels"]
-FLOAT32 = 4
-COPIES = 4
+TIMED_COPIES = 4
+"""Copies that are timed at once: a single one would be dominated by its launch."""
 
 
 def step_traffic(
@@ -43,37 +44,52 @@ def step_traffic(
     read; or moments. concatenation: the copy of a dynamic cache, which grows by one token. scores: float32, written
     once and read once for selection; a GPU's L2 may hold those of a small batch. cache: what the CPU kernels read.
     """
-    shape, item, rule = HeadShape.of(model.config), next(model.parameters()).element_size(), method_named(method)
-    weights, group = _weight_bytes(model), shape.query_heads // shape.kv_heads
+    shape = HeadShape.of(model.config)
+    rule = method_named(method)
+    weights = _weight_bytes(model)
+    fixed = anchors.sink + anchors.tail
     if implementation == "kernels":
         packing = packing_of(rule)
         assert packing is not None
-        step = Step(length, shape.head_dim, group, anchors=anchors.sink + anchors.tail, retrieved=k, features=0)
+        step = shape.step(length, anchors=fixed, retrieved=k)
         heads = batch * shape.layers * shape.kv_heads
         return {"weights": weights, "cache": heads * packed_bytes(packing, step, generated)}
-    fused, columns = implementation == "fused", length + generated
+    fused = implementation == "fused"
+    item = next(model.parameters()).element_size()
+    columns = length + generated
+    head_rows = batch * shape.layers * shape.query_heads
     whole = batch * shape.layers * shape.kv_heads * columns * shape.head_dim * item
-    per_token = batch * shape.layers * shape.query_heads * item
-    support = k + anchors.sink + anchors.tail + generated
-    values = whole if rule.whole_prefix else min(whole, per_token * support * shape.head_dim)
-    read = prompt_bytes(rule, shape, batch * length, phi.map.d_phi)
-    formed = 1 + 2 * group if rule.subtracts and not fused else 1
+    values = whole
+    if not rule.whole_prefix:  # query heads that share a KV head may choose the same tokens
+        support = k + fixed + generated
+        values = min(whole, head_rows * support * shape.head_dim * item)
+    of_prompt = prompt_bytes(rule, shape, batch * length, phi.map.d_phi)
+    keys = whole
+    if rule.selector is not None and not rule.selector.reads_keys:
+        keys = of_prompt.scan + values
+    features = 0
+    if rule.subtracts:
+        width = phi.map.d_phi if fused else shape.head_dim
+        features = head_rows * k * width * item
+    # Our steps subtract while they sum; the prototype writes and reads S_R and u_R of every query head.
+    formed = 1 + 2 * shape.group if rule.subtracts and not fused else 1
     return {
         "weights": weights,
-        "keys": whole if rule.selector is None or rule.selector.reads_keys else read.scan + values,
+        "keys": keys,
         "values": values,
-        "features": per_token * k * (phi.map.d_phi if fused else shape.head_dim) if rule.subtracts else 0,
+        "features": features,
         "maps": _map_bytes(phi, fused, rule.subtracts) if rule.needs_maps else 0,
-        "state": formed * batch * read.summary,
+        "state": formed * batch * of_prompt.summary,
         "concatenation": 0 if fused else 4 * whole,
-        "scores": 0 if rule.whole_prefix else 2 * batch * shape.layers * shape.query_heads * columns * FLOAT32,
+        "scores": 0 if rule.whole_prefix else 2 * head_rows * columns * FLOAT32,
     }
 
 
 def prompt_bytes(rule: Method, shape: HeadShape, tokens: int, d_phi: int) -> StepBytes:
     """Returns the bytes that a step reads of a prompt before it retrieves tokens, over all layers and KV heads."""
-    step = Step(tokens, shape.head_dim, shape.query_heads // shape.kv_heads, anchors=0, retrieved=0, features=d_phi)
-    return StepBytes(*(shape.layers * shape.kv_heads * round(part) for part in step_bytes(rule, step)))
+    step = shape.step(tokens, features=d_phi)
+    heads = shape.layers * shape.kv_heads
+    return StepBytes(*(heads * round(part) for part in step_bytes(rule, step)))
 
 
 def _weight_bytes(model: PreTrainedModel) -> int:
@@ -88,13 +104,15 @@ def _map_bytes(phi: PhiMaps, fused: bool, subtracts: bool) -> int:
     """
     if not fused:
         return _bytes_of(phi.query) + (_bytes_of(phi.key) if subtracts else 0)
-    folded = [feature_map.fold() for feature_map in phi.query]
-    return sum(
-        sum(x.nbytes for x in (phi_q.a, phi_q.b, phi_q.c, phi_q.c_bias, phi_q.e_bias))
-        if isinstance(phi_q, FoldedMap)
-        else _bytes_of(phi_q)
-        for phi_q in folded
-    )
+    total = 0
+    for feature_map in phi.query:
+        folded = feature_map.fold()
+        if isinstance(folded, FoldedMap):
+            tensors = (folded.a, folded.b, folded.c, folded.c_bias, folded.e_bias)
+            total += sum(x.nbytes for x in tensors)
+        else:
+            total += _bytes_of(folded)
+    return total
 
 
 def _bytes_of(module: nn.Module) -> int:
@@ -108,20 +126,21 @@ def copy_rates(device: torch.device, rounds: int = 10) -> list[float]:
     target = torch.empty_like(source)
 
     def copies() -> None:
-        for _ in range(COPIES):  # a single copy would be dominated by its launch
+        for _ in range(TIMED_COPIES):
             target.copy_(source)
 
     copies()
-    return [2 * size * COPIES / seconds_of(copies, device) for _ in range(rounds)]
+    moved = 2 * size * TIMED_COPIES
+    return [moved / seconds_of(copies, device) for _ in range(rounds)]
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Returns the seconds of `work`; on a GPU by the device's clock, without the launch delays of a busy host."""
     if device.type != "cuda":
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        _, seconds = timed(work)
+        return seconds
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     work()
     end.record()

@@ -19,19 +19,13 @@ from residual_mass.gpu.backend import TritonBackend
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.runtime import latencies
-from residual_mass.runtime.latencies import TextDecoder
+from residual_mass.runtime.decoders import TextDecoder
 from residual_mass.runtime.prototype import PrototypeDecoder
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.labels import METHODS
+from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 ANCHORS, STEPS, LENGTH = AnchorSpec(4, 16), 10, 150
-
-
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latencies, "STEPS", STEPS)
 
 
 @pytest.fixture(scope="module", params=["rezero", "hedgehog"])
@@ -64,11 +58,11 @@ def decoder_of(
 ) -> TextDecoder:
     backend = kind.open(model, arm, ANCHORS, phi if arm.needs_maps else None, None, False, STEPS)
     backend.take(read)
-    return TextDecoder(model, backend)
+    return TextDecoder(model, backend, STEPS)
 
 
 @pytest.mark.parametrize("budget", [5.0, 20.0, 100.0])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PAPER_METHODS)
 def test_both_decode_what_the_engine_decodes(
     method: str, budget: float, tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
 ) -> None:
@@ -88,7 +82,7 @@ def test_both_decode_what_the_engine_decodes(
 @pytest.mark.gpu
 @needs(GPU)
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PAPER_METHODS)
 def test_graphs_replay_what_runs_without_them(
     method: str, batch: int, tiny_assets: Path, phi: PhiMaps, prompts: list[list[int]]
 ) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,17 +17,16 @@ from tests.needs import GPU, KERNELS, needs
 from tests.records import give_manifest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.text import TextBatch
-from residual_mass.model.hook import Prefill, prefill
+from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.runtime import latencies
-from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.runtime.decoders import time_decoder
 from residual_mass.runtime.traffic import copy_rates, step_traffic
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.labels import METHODS
+from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 from residual_mass.spec.specs import RuntimeSpec
 
@@ -76,7 +73,7 @@ def rows(one_layer: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 def test_every_setting_has_a_row(rows: list[dict[str, str]]) -> None:
     places = {(r["implementation"], r["method"], r["context"], r["batch"]) for r in rows}
-    assert len(places) == len(rows) == 2 * len(METHODS) * 2 * 2
+    assert len(places) == len(rows) == 2 * len(PAPER_METHODS) * 2 * 2
     assert {r["k"] for r in rows if r["context"] == "256" and r["method"] != "full"} == {"32"}
     assert {(r["k"], r["budget_percent"]) for r in rows if r["method"] == "full"} == {("", "")}
     assert {r["phi_weights"] for r in rows if "phi" in r["method"]} == {"random"}
@@ -91,7 +88,7 @@ def test_every_setting_has_a_row(rows: list[dict[str, str]]) -> None:
 def test_methods_that_the_paper_lacks_are_measured_in_our_implementation_alone(model: PreTrainedModel) -> None:
     spec = replace(SPEC, contexts=("128",), batches=(1,), repeats=1, own_methods=("topk_moments", "scan4_moments"))
     *papers, own, scan = latencies.measure(spec, model)
-    assert {row["method"] for row in papers} == set(METHODS)
+    assert {row["method"] for row in papers} == set(PAPER_METHODS)
     assert (own["implementation"], own["method"], own["tokens_as_prototype"]) == ("fused", "topk_moments", "")
     assert own["k"] == 6 and own["phi_weights"] == "" and float(str(own["per_step_ms"])) > 0
     assert own["state_bytes"] == 2 * (2 * 16 * 16 + 2 * 16 + 2) * 4  # of one layer
@@ -111,7 +108,7 @@ def test_cpu_kernels_have_rows_where_they_serve_the_model_and_method() -> None:
     served = [(row["method"], row["batch"]) for row in rows if row["implementation"] == "kernels"]
     assert served == [(method, batch) for batch in (1, 2) for method in ("full", *own[1:])]
     others = [row["method"] for row in rows if row["implementation"] != "kernels"]
-    assert set(others) == {*METHODS, "topk_moments"} and all(float(str(row["per_step_ms"])) > 0 for row in rows)
+    assert set(others) == {*PAPER_METHODS, "topk_moments"} and all(float(str(row["per_step_ms"])) > 0 for row in rows)
     for method in ("full", *own[1:]):
         arm = ArmSpec(method, None if method == "full" else 20.0)
         backend = PackedBackend.open(model, arm, ANCHORS, None, None, False, 0)
@@ -199,76 +196,86 @@ def test_bytes_of_the_tiny_backbone_counted_by_hand(tiny_backbone: Backbone) -> 
 
 # ---- what is timed, in what order ------------------------------------------------------------------------------------
 
+
+class FakeClock:
+    """A clock that only work moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 BUILDS, PREPARING, RUNS = (50.0, 7.0), 100.0, (1000.0, 31.0, 93.0, 62.0)
-PASSES = (500.0, 20.0, 40.0, 30.0)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_what_is_timed_in_which_order(graphs: bool, monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel) -> None:
-    """Second builds, three repeats of 31 steps, three readings of each prompt; no first time, no recording."""
-    now, log, passes = 0.0, [], itertools.cycle(PASSES)
+class SlowDecoder:
+    """Takes scripted seconds of a clock, and writes down what it does."""
 
-    def spend(what: str, seconds: float) -> None:
-        """A clock that only this moves."""
-        nonlocal now
-        log.append(what)
-        now += seconds
+    def __init__(self, clock: FakeClock, log: list[str], recorded: bool, build_seconds: float) -> None:
+        self.clock = clock
+        self.log = log
+        self.recorded = recorded
+        self.run_seconds = iter(RUNS)
+        self.spend("build", build_seconds)
 
-    def read(*arguments: object) -> Prefill:
-        spend("read", next(passes))
-        return prefill(*arguments)
+    def spend(self, what: str, seconds: float) -> None:
+        self.log.append(what)
+        self.clock.now += seconds
 
-    class Prototype(PrototypeDecoder):
-        def __init__(self, model: PreTrainedModel, read: Prefill, method: str, *rest: object) -> None:
-            begin(self, f"prototype {method}")
-            super().__init__(model, read, method, *rest)
+    def prepare(self) -> None:
+        self.spend("prepare", PREPARING)
 
-        def prepare(self) -> None:
-            spend(f"prepare {self.title}", PREPARING)
-            super().prepare()
+    def run(self, first: torch.Tensor) -> torch.Tensor:
+        self.spend("run", next(self.run_seconds))
+        return first.unsqueeze(1).repeat(1, 31)
 
-        def run(self, first: torch.Tensor) -> torch.Tensor:
-            spend(f"run {self.title}", next(self.runs))
-            return super().run(first)
 
-    class Ours(latencies.TextDecoder):
-        recorded = graphs
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_second_build_and_all_runs_but_the_first_are_timed(recorded: bool) -> None:
+    clock, log = FakeClock(), []
+    build_seconds = iter(BUILDS)
 
-        def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
-            begin(self, f"fused {backend.arm.rule.name}")
-            super().__init__(model, backend)
+    def build() -> SlowDecoder:
+        return SlowDecoder(clock, log, recorded, next(build_seconds))
 
-        def prepare(self) -> None:
-            spend(f"prepare {self.title}", PREPARING)
-            super().prepare()
+    times = time_decoder(build, torch.tensor([3, 4]), repeats=3, clock=clock)
+    assert log == ["build", "build", *["prepare", "run"] * 4]
+    assert times.build == 7.0 and times.steps == [1.0, 3.0, 2.0] and times.step == 2.0
+    assert times.recording == (1000.0 if recorded else None) and times.peak is None
+    assert times.tokens.tolist() == [[3] * 31, [4] * 31]
 
-        def run(self, first: torch.Tensor) -> torch.Tensor:
-            spend(f"run {self.title}", next(self.runs))
-            return super().run(first)
 
-    builds = itertools.cycle(BUILDS)
+def test_which_calls_of_the_model_are_timed(model: PreTrainedModel) -> None:
+    """Three of four readings of a prompt, and 31 steps of three of four runs, which begin where the prompt ends."""
+    clock = FakeClock()
+    reading_seconds = iter((500.0, 20.0, 40.0, 30.0))
+    steps_of_runs: list[int] = []
 
-    def begin(decoder: object, title: str) -> None:
-        decoder.title = title
-        decoder.runs = iter(RUNS)
-        spend(f"build {title}", next(builds))
+    def slow(layer: torch.nn.Module, inputs: tuple[torch.Tensor], settings: dict[str, torch.Tensor]) -> None:
+        position = int(settings["position_ids"][0, 0])
+        if position == 0:
+            clock.now += next(reading_seconds)
+            return
+        if position == 128:
+            steps_of_runs.append(0)
+        steps_of_runs[-1] += 1
+        clock.now += (1000.0, 1.0, 3.0, 2.0)[len(steps_of_runs) % 4 - 1]
 
-    monkeypatch.setattr(latencies, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(latencies, "prefill", read)
-    monkeypatch.setattr(latencies, "PrototypeDecoder", Prototype)
-    monkeypatch.setattr(latencies, "TextDecoder", Ours)
-    rows = list(latencies.measure(replace(SPEC, contexts=("128",), batches=(2,), repeats=3), model))
-    assert len(rows) == 8
+    hook = model.model.layers[0].register_forward_pre_hook(slow, with_kwargs=True)
+    spec = replace(SPEC, contexts=("128",), batches=(2,), repeats=3)
+    rows = list(latencies.measure(spec, model, clock=clock))
+    hook.remove()
+    assert [(row["method"], row["implementation"]) for row in rows] == [
+        (method, implementation) for method in PAPER_METHODS for implementation in ("prototype", "fused")
+    ]
+    assert next(reading_seconds, None) is None and steps_of_runs == [31] * 4 * len(rows)
     for row in rows:
         assert [row[f"per_step_{name}ms"] for name in ("low_", "", "high_")] == ["1000.000", "2000.000", "3000.000"]
-        assert row["prefill_ms"] == f"{1e3 * (2 * 30 + 7):.3f}"
-        assert row["end_to_end_ms"] == f"{1e3 * (2 * 30 + 7 + 31 * 2):.3f}"
-        assert row["recording_ms"] == ("1000000.000" if graphs and row["implementation"] == "fused" else "")
-    expected = ["read"] * 4
-    for method, side in itertools.product(METHODS, ("prototype", "fused")):
-        build, prepare, run = (f"{what} {side} {method}" for what in ("build", "prepare", "run"))
-        expected += [build, build, *[prepare, run] * 4]
-    assert log == expected
+        assert row["prefill_ms"] == f"{1e3 * 2 * 30:.3f}"
+        assert row["end_to_end_ms"] == f"{1e3 * (2 * 30 + 31 * 2):.3f}"
+        assert row["recording_ms"] == ""
 
 
 # ---- what does not fit -----------------------------------------------------------------------------------------------
@@ -276,7 +283,7 @@ def test_what_is_timed_in_which_order(graphs: bool, monkeypatch: pytest.MonkeyPa
 
 def test_a_batch_that_does_not_fit_is_left_out_and_the_others_are_measured(model: PreTrainedModel) -> None:
     rows = list(latencies.measure(replace(SPEC, contexts=("128",), batches=(1, 10**8), repeats=1), model))
-    assert len(rows) == 2 * 2 * len(METHODS)
+    assert len(rows) == 2 * 2 * len(PAPER_METHODS)
     for row in rows:
         if row["batch"] == 1:
             assert float(str(row["per_step_ms"])) > 0 and "not_measured" not in row
@@ -285,17 +292,20 @@ def test_a_batch_that_does_not_fit_is_left_out_and_the_others_are_measured(model
             assert re.fullmatch(r"does not fit: needs [\d.]+ GB of [\d.]+ GB that are free", str(row["not_measured"]))
 
 
-def test_running_out_of_memory_all_the_same_leaves_out_that_setting_alone(
-    monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel
-) -> None:
-    class Bursting(PrototypeDecoder):
-        def run(self, first: torch.Tensor) -> torch.Tensor:
-            if self.rule.subtracts:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().run(first)
+def test_running_out_of_memory_all_the_same_leaves_out_that_setting_alone(model: PreTrainedModel) -> None:
+    bursting = 2 * PAPER_METHODS.index("topk_phi")  # each method's prototype is followed by our decoder
+    runs = 0
 
-    monkeypatch.setattr(latencies, "PrototypeDecoder", Bursting)
+    def burst(layer: torch.nn.Module, inputs: tuple[torch.Tensor], settings: dict[str, torch.Tensor]) -> None:
+        nonlocal runs
+        if int(settings["position_ids"][0, 0]) == 128:
+            runs += 1
+            if runs == 2 * bursting + 1:  # the others have two runs each
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = model.model.layers[0].register_forward_pre_hook(burst, with_kwargs=True)
     rows = list(latencies.measure(replace(SPEC, contexts=("128",), batches=(1,), repeats=1), model))
+    hook.remove()
     (lacking,) = (row for row in rows if row.get("not_measured"))
     assert (lacking["implementation"], lacking["method"]) == ("prototype", "topk_phi")
     assert lacking["not_measured"] == "does not fit: out of memory while decoding"
