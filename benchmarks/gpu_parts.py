@@ -40,7 +40,7 @@ from residual_mass.provenance import code_version, device_name
 from residual_mass.runtime.latencies import arm_of, kernels_on, measure, with_each
 from residual_mass.runtime.traffic import Implementation, copy_rates, seconds_of
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.labels import METHODS
+from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import AnchorSpec, MapSpec, tokens_of
 from residual_mass.spec.specs import RuntimeSpec
 
@@ -52,7 +52,7 @@ import torch_path  # noqa: E402
 ANCHORS, MAP, BUDGET = AnchorSpec(), MapSpec(), 1.0
 OWN = ("topk_moments", "scan4_moments")
 """Methods that the paper lacks: the cheapest residual without training, and the fewest bytes of keys."""
-ARMS = [ArmSpec("full"), *(ArmSpec(method, budget) for method in METHODS[1:] for budget in (0.5, 1.0, 2.0, 4.0))]
+ARMS = [ArmSpec("full"), *(ArmSpec(method, budget) for method in PAPER_METHODS[1:] for budget in (0.5, 1.0, 2.0, 4.0))]
 """Arms of the paper's study."""
 SIDES: dict[str, tuple[type[Backend], ...]] = {"kernels": (TritonBackend, TorchBackend), "torch": (TorchBackend,)}
 """Backends of whole steps; a CPU has no kernels."""
@@ -220,7 +220,7 @@ def agreement(options: argparse.Namespace) -> Iterator[str]:
     yield ""
     yield from _table(["method", "kernels in graphs", "torch", "allowed"])
     wrong = []
-    for method in (*METHODS, *OWN):
+    for method in (*PAPER_METHODS, *OWN):
         reference = _logits(exact, prompt, method, phi, count, SIDES["torch"])
         gaps = [_gap(_logits(model, prompt, method, phi, count, kinds), reference) for kinds in SIDES.values()]
         allowed = max(FLOAT32_GAP, ROUNDING * gaps[-1])

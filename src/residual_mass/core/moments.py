@@ -29,7 +29,7 @@ from torch import Tensor
 
 from residual_mass.core.accounting import Terms
 
-WHOLE = 10.0
+LARGEST_CUT = 10.0
 """Upper bound of a: 1 - Phi(10) is below 1e-23, and all terms stay in the range of float32."""
 FARTHEST = 1e4
 """Upper bound of a threshold's distance below the mean, in standard deviations: at this distance there is no mass."""
@@ -138,13 +138,19 @@ def from_own(x: Tensor, means: Tensor, part: Tensor) -> Tensor:
     return x - means.gather(-2, own)
 
 
+def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sum of both counts, and the share of new tokens [..., 1], which is the weight of their mean."""
+    count = before + new
+    share = new / count.clamp_min(1)
+    return count, share.unsqueeze(-1)
+
+
 def merged(first: MomentState, second: MomentState) -> MomentState:
     """Returns the moments of both sets of tokens together, part by part (Chan, Golub and LeVeque, 1983).
 
     If the parts of `first` share their covariances, so do those of the result; the parts of `second` have their own.
     """
-    count = first.count + second.count
-    share = (second.count / count.clamp_min(1)).unsqueeze(-1)
+    count, share = joined_counts(first.count, second.count)
     key_step = second.mean_key - first.mean_key
     value_step = second.mean_value - first.mean_value
     between = (share * (1 - share)).unsqueeze(-1)
@@ -236,7 +242,7 @@ def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Ten
     """Returns log (Z / n) and the factor of b in nu / Z, for Gaussian scores below a threshold; all of one shape."""
     deviation = variance.sqrt()
     distance = (threshold - mean) / deviation
-    distance = torch.minimum(distance, deviation + WHOLE).clamp_min(-FARTHEST)
+    distance = torch.minimum(distance, deviation + LARGEST_CUT).clamp_min(-FARTHEST)
     # Phi(a) = e^(-a^2 / 2) tail / 2. With a = distance - s, a^2 cancels against s^2 before either is rounded.
     tail = torch.special.erfcx(math.sqrt(0.5) * (deviation - distance))
     exponent = mean + distance * (deviation - 0.5 * distance)
@@ -247,9 +253,9 @@ def _cut(mean: Tensor, variance: Tensor, threshold: Tensor) -> tuple[Tensor, Ten
 
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
-ROUNDS = 8
+LLOYD_ROUNDS = 8
 """Rounds of Lloyd's algorithm; more rounds change attention errors in the third digit."""
-AT_ONCE = 2**22
+ELEMENTS_AT_ONCE = 2**22
 """Elements of an [L, P] matrix in memory at once, 16 MiB per KV head in float32: 64k tokens in 64 parts, or 8k tokens
 in 512 parts.
 """
@@ -292,7 +298,7 @@ def _moved(keys: Tensor, mid: Tensor, starts: Tensor, parts: int, present: Tenso
     width = keys.shape[-1]
     first = first.unsqueeze(-1).expand(*leading, parts, width)
     centres = keys.gather(-2, first)
-    for _ in range(ROUNDS):
+    for _ in range(LLOYD_ROUNDS):
         part = nearest(keys, mid, centres, present)
         count, means = centroids_of(keys, part, parts)
         centres = torch.where(count.unsqueeze(-1) > 0, means, centres)
@@ -357,5 +363,5 @@ def totals(x: Tensor, part: Tensor, parts: int, share: Tensor | None = None) -> 
 
 
 def _chunks(tokens: int, parts: int) -> Iterator[slice]:
-    size = max(1, AT_ONCE // max(parts, 1))
+    size = max(1, ELEMENTS_AT_ONCE // max(parts, 1))
     return (slice(start, start + size) for start in range(0, tokens, size))

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE, Terms
 from residual_mass.core.feature_maps import FoldedMap
-from residual_mass.core.moments import LEAST_VARIANCE, WHOLE, MomentState
+from residual_mass.core.moments import LARGEST_CUT, LEAST_VARIANCE, MomentState
 from residual_mass.gpu import kernels
 from residual_mass.gpu import selection as triton_selection
 from residual_mass.gpu.cache import DecodeCache, MethodRows
@@ -279,7 +279,7 @@ class Step:
         kernels.moments_kernel[count - before, self.batch * self.kv_heads * num_members](
             query=self.query, least=least, **moments._asdict(), sums=shares.sums, shifts=shares.shifts, shares=count,
             before=before, parts=moments.count.shape[2], rounds=_at_once(moments), scale=self.scale, members=members,
-            num_members=num_members, least_variance=LEAST_VARIANCE, whole=WHOLE, D=self.d, SHARED=moments.shared,
+            num_members=num_members, least_variance=LEAST_VARIANCE, whole=LARGEST_CUT, D=self.d, SHARED=moments.shared,
             **self.wanted, num_warps=8,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from residual_mass.spec.texts import ASSETS
 
 BASELINE = "topk"
 """Method whose KL divides that of the others."""
-METHODS = (BASELINE, "topk_moments", READ_WHOLE, RECOMMENDED, FEWEST_BYTES)
+DEFAULT_METHODS = (BASELINE, "topk_moments", READ_WHOLE, RECOMMENDED, FEWEST_BYTES)
 """Default of `--methods`, from many bytes a step to few; they need no training. On a CPU the kernels serve two of them,
 on a GPU the first two.
 """
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--documents", type=int, default=6, help="documents of each text (default: %(default)s)")
     add("--tokens", type=int, default=32, help="tokens that follow each prompt (default: %(default)s)")
     add("--methods", nargs="+", metavar="METHOD",
-        help=f"methods to compare; topk is always added (default: {' '.join(METHODS)})")  # fmt: skip
+        help=f"methods to compare; topk is always added (default: {' '.join(DEFAULT_METHODS)})")  # fmt: skip
     add("--budgets", nargs="+", default=("2", "4", "8"), metavar="PERCENT",
         help="share of the prompt that is read exactly, in percent (default: 2 4 8)")  # fmt: skip
     add("--target-kl", type=float, default=0.01, metavar="NATS",
@@ -107,7 +107,7 @@ class Arguments:
         for name in ("assets", "out", "phi"):
             require_utf8(str(given[name]), f"--{name}")
         if options.latency is None:
-            given["methods"] = tuple(dict.fromkeys((BASELINE, *(options.methods or METHODS))))
+            given["methods"] = tuple(dict.fromkeys((BASELINE, *(options.methods or DEFAULT_METHODS))))
         else:
             try:
                 given["latency"] = tuple(sorted({*(options.latency or LENGTHS)}, key=tokens_of))

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+from residual_mass.methods.clusters import Centroids, GroupSums, ImportanceSample
 from residual_mass.methods.interface import Choice, Method, Phi, Residual, Seen, Selector, Step, TopK, state_bytes
-from residual_mass.methods.residuals import (
-    METHODS,
-    Centroids,
-    ExactMass,
-    GroupSums,
-    ImportanceSample,
-    Mean,
-    Moments,
-    QuantisedValues,
-    ScanRegression,
-)
+from residual_mass.methods.registry import METHODS
+from residual_mass.methods.residuals import ExactMass, Mean, Moments, QuantisedValues, ScanRegression
 from residual_mass.methods.selectors import (
     CacheOnly,
     Channels,

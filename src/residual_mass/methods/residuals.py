@@ -1,31 +1,17 @@
-"""Residuals from a summary of the prompt or from scanned scores, and METHODS, the named combinations of selectors and
-residuals.
+"""Residuals from moments of the prompt, from the scores of a scan or from exact scores (of clusters: `clusters.py`).
 
-Shape letters: R = query rows sharing keys, L = keys, N = tokens that join, or groups of channels, P = parts or
-clusters, S = draws, D = head dimension.
+Shape letters: R = query rows sharing keys, L = keys, N = groups of channels, P = parts or clusters, D = head dimension.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from residual_mass.methods.interface import BFLOAT16, FLOAT32, INDEX, Method, Phi, Residual, Selector, Step
-from residual_mass.methods.lazy import accounting, moments, selection, torch
-from residual_mass.methods.selectors import (
-    CacheOnly,
-    Channels,
-    Codes,
-    Pages,
-    PerGroup,
-    QuantisedScan,
-    Rotated,
-    WholeClusters,
-    appended,
-    quantised,
-    restored,
-)
+from residual_mass.methods.interface import BFLOAT16, FLOAT32, Residual, Selector, Step
+from residual_mass.methods.lazy import accounting, moments, torch
+from residual_mass.methods.selectors import Quantised, appended, quantised, restored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,146 +74,6 @@ class Mean(Residual):
         return moments.mean_terms(seen.queries, state)
 
 
-def joined_counts(before: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of both counts, and the share of new tokens [..., 1], which is the weight of their mean."""
-    count = before + new
-    share = new / count.clamp_min(1)
-    return count, share.unsqueeze(-1)
-
-
-# ---- the scores of clusters' mean keys -------------------------------------------------------------------------------
-
-
-class Clusters(NamedTuple):
-    """Clusters of a mid-region."""
-
-    mean_key: Tensor  # [..., P, D]
-    count: Tensor  # [..., P]
-    value_sum: Tensor  # [..., P, D]
-    cluster: Tensor  # [..., L] int16, of every token; 0 outside the mid-region
-
-    def scores(self, queries: Tensor) -> Tensor:
-        """Computes the score of the mean key of every token's cluster, [..., R, L]."""
-        scores = queries @ self.mean_key.transpose(-1, -2)  # [..., R, P]
-        cluster = self.cluster.long().unsqueeze(-2)
-        cluster = cluster.expand(*scores.shape[:-1], -1)
-        return scores.gather(-1, cluster)
-
-
-@dataclass(frozen=True)
-class Centroids(Residual):
-    """Gives every unread token the score of its cluster's mean key: k-means clusters with counts and value sums, less
-    the tokens that were read (RetroInfer, arXiv 2505.02922; Multipole Attention, arXiv 2506.13059).
-    """
-
-    title = "centroids"
-    clusters: int
-    """P, at most 32,767. With more clusters than tokens, some are empty."""
-    limits = {"clusters": 2**15 - 1}
-
-    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Clusters:
-        part = moments.clusters(keys, mid, self.clusters)
-        return self._summarise(keys, values, part)
-
-    def update(self, state: Clusters, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Clusters:
-        """Adds each token to the cluster with the nearest mean key."""
-        part = moments.nearest(keys, joined, state.mean_key, state.count > 0)
-        new = self._summarise(keys, values, part)
-        count, share = joined_counts(state.count, new.count)
-        mean_key = state.mean_key + share * (new.mean_key - state.mean_key)
-        value_sum = state.value_sum + new.value_sum
-        earlier = state.cluster[..., :start]
-        cluster = torch.cat((earlier, new.cluster), -1)
-        return Clusters(mean_key, count, value_sum, cluster)
-
-    def _summarise(self, keys: Tensor, values: Tensor, part: Tensor) -> Clusters:
-        """Summarises tokens whose clusters are `part` [..., L] int64, -1 for none."""
-        count, mean_key = moments.centroids_of(keys, part, self.clusters)
-        value_sum = moments.totals(values, part, self.clusters)
-        return Clusters(mean_key, count, value_sum, part.clamp_min(0).to(torch.int16))
-
-    def terms(self, seen: Seen, state: Clusters) -> Terms:
-        scores = state.scores(seen.queries)
-        return accounting.exact_terms(scores, seen.values, seen.unread)
-
-    def summary_bytes(self, step: Step) -> float:
-        """Returns the bytes of mean keys, counts and value sums, and of the cluster of each token that was read."""
-        of_clusters = FLOAT32 * self.clusters * (2 * step.width + 1)
-        return of_clusters + INDEX * step.retrieved
-
-    def kept_bytes(self, step: Step) -> float:
-        """Includes the cluster of every token."""
-        return self.summary_bytes(step._replace(retrieved=step.tokens))
-
-
-@dataclass(frozen=True)
-class ImportanceSample(Residual):
-    """Draws unread tokens with probabilities proportional to e^s, s the score of their cluster's mean key, reads them
-    exactly and weights them without bias: importance sampling as in MagicPIG (arXiv 2410.16179), with k-means clusters
-    in place of hashes. A single cluster gives equal probabilities (vAttention, arXiv 2510.05688).
-
-    The state has [..., S] random numbers in [0, 1), one in each of S equal intervals and the same for every query, and
-    the `Clusters` that give tokens their probabilities.
-    """
-
-    title = "importance sample"
-    draws: int
-    """S, tokens that are read in addition to the budget; a token may be drawn twice."""
-    clusters: int = 64
-    seed: int = 0
-    limits = {"draws": None, "clusters": 2**15 - 1}
-
-    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> tuple[Tensor, ...]:
-        seeded = torch.Generator("cpu").manual_seed(self.seed)  # the same numbers on every device
-        inside = torch.rand(self.draws, generator=seeded, dtype=torch.float64, device="cpu")
-        interval = torch.arange(self.draws, device="cpu")
-        places = (interval + inside) / self.draws
-        places = places.to(keys.device, keys.dtype)
-        places = places.clamp_max(1 - 2**-23)  # the conversion may have rounded up to 1
-        places = places.expand(*keys.shape[:-2], self.draws)
-        return (places, *Centroids(self.clusters).prepare(keys, values, mid))
-
-    def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, ...]:
-        places, *clusters = state
-        clusters = Clusters(*clusters)
-        clusters = Centroids(self.clusters).update(clusters, keys, values, joined, start)
-        return (places, *clusters)
-
-    def terms(self, seen: Seen, state: Any) -> Terms:
-        """Draws tokens with probabilities p in proportion to weights, and sums their terms divided by S p."""
-        places, *clusters = state
-        guess = Clusters(*clusters).scores(seen.queries)
-        guess = guess.masked_fill(~seen.unread, -torch.inf)
-        highest = guess.amax(-1, keepdim=True)
-        highest = torch.where(highest > -torch.inf, highest, 0)
-        weights = (guess - highest).exp()
-        # Token i is drawn where a place, times the total, lies between the sums of weights up to i - 1 and up to i.
-        below = weights.cumsum(-1)
-        total = below[..., -1:]
-        bounds = (places.unsqueeze(-2) * total).contiguous()  # [..., R, S]
-        drawn = torch.searchsorted(below, bounds, right=True)
-        drawn = drawn.clamp_max(below.shape[-1] - 1)
-        # 1 / (S p) = total / (S weight)
-        log_weights = weights.gather(-1, drawn).log()
-        log_terms = seen.scores.gather(-1, drawn) - log_weights
-        shift = log_terms.amax(-1)
-        terms = (log_terms - shift.unsqueeze(-1)).exp()
-        terms = terms * (total / self.draws)
-        numerator = selection.weighted_sum(terms, drawn, seen.values)
-        return accounting.Terms(numerator, terms.sum(-1), shift)
-
-    def summary_bytes(self, step: Step) -> float:
-        """Returns the bytes of mean keys and counts, and of keys and values of the tokens that query heads draw."""
-        drawn = self.draws * step.heads
-        rows = 2 * BFLOAT16 * step.width * drawn
-        return FLOAT32 * self.clusters * (step.width + 1) + rows
-
-    def kept_bytes(self, step: Step) -> float:
-        mean_keys_and_counts = self.clusters * (step.width + 1)
-        numbers = FLOAT32 * (mean_keys_and_counts + self.draws)
-        return numbers + INDEX * step.tokens
-
-
 # ---- scores that the selector saw, or exact scores of all tokens -----------------------------------------------------
 
 ROUNDING = 64
@@ -279,7 +125,7 @@ class ScanRegression(Residual):
         """Adds each token to the cluster with the nearest mean key."""
         part = moments.nearest(keys, joined, state.mean_key, state.count > 0)
         new = self._summarise(keys, values, part)
-        count, share = joined_counts(state.count, new.count)
+        count, share = moments.joined_counts(state.count, new.count)
         key_step = new.mean_key - state.mean_key
         value_step = new.mean_value - state.mean_value
         # Sums of squares and products add up, with those of the steps between the means of both sets of tokens.
@@ -378,37 +224,6 @@ def _within_clusters(scanned: Tensor, state: ClusteredMoments, members: Tensor) 
 
 
 @dataclass(frozen=True)
-class GroupSums(Residual):
-    """Gives every unread token the score of its cluster: centroids with counts and value sums, less the tokens that
-    were read (RetroInfer's estimation zone, arXiv 2505.02922).
-
-    For `WholeClusters`. The code sums over unread tokens, which equals the clusters' sums less the tokens that were
-    read.
-    """
-
-    title = "sums of pages or clusters"
-    size: int | None = None
-    """Mean number of tokens in a cluster; a `Method` takes that of its selector."""
-    uses_scan = True
-
-    def fitted(self, selector: Selector) -> GroupSums:
-        inner = getattr(selector, "scan", selector)
-        if not isinstance(inner, WholeClusters):
-            raise ValueError(f"GroupSums needs WholeClusters, not {type(inner).__name__}")
-        if self.size not in (None, inner.size):
-            raise ValueError(f"GroupSums has size={self.size}, WholeClusters {inner.size}: leave it out of GroupSums")
-        return replace(self, size=inner.size)
-
-    def terms(self, seen: Seen, state: tuple[()]) -> Terms:
-        return accounting.exact_terms(seen.scanned, seen.values, seen.unread)
-
-    def summary_bytes(self, step: Step) -> float:
-        """Returns the bytes of value sums and counts."""
-        clusters = -(-step.tokens // self.size)
-        return BFLOAT16 * (step.width + 1) * clusters
-
-
-@dataclass(frozen=True)
 class QuantisedValues(Residual):
     """Gives every unread token the score that the selector saw and its own quantised value: asymmetric, per token over
     groups of channels, as KIVI (arXiv 2402.02750) stores values. A value that is read has bits / 8 D + 4 N bytes.
@@ -433,20 +248,20 @@ class QuantisedValues(Residual):
         if not 0 <= self.bound < 1:
             raise ValueError(f"bound is {self.bound}, not between 0 and 1 (0 reads every value)")
 
-    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Codes:
+    def prepare(self, keys: Tensor, values: Tensor, mid: Tensor) -> Quantised:
         channels = values.mT  # in place of the tokens that `quantised` takes
         width = channels.shape[-2]
         every_channel = torch.ones(width, dtype=torch.bool, device=values.device)
         codes = quantised(channels, every_channel, min(self.group, width), self.bits)
-        return Codes(*(x.mT.contiguous() for x in codes))
+        return Quantised(*(x.mT.contiguous() for x in codes))
 
-    def update(self, state: Codes, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Codes:
+    def update(self, state: Quantised, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> Quantised:
         new = self.prepare(keys, values, joined)
-        return Codes(*appended(state, new, (start, start, start)))
+        return Quantised(*appended(state, new, (start, start, start)))
 
-    def terms(self, seen: Seen, state: Codes) -> Terms:
+    def terms(self, seen: Seen, state: Quantised) -> Terms:
         size = min(self.group, state.codes.shape[-1])
-        by_channel = Codes(*(x.mT for x in state))
+        by_channel = Quantised(*(x.mT for x in state))
         values = restored(by_channel, size, seen.queries.dtype)
         values = values.mT.contiguous()
         terms = accounting.exact_terms(seen.scanned, values, seen.unread)
@@ -503,7 +318,7 @@ class ExactMass(Residual):
     def update(self, state: Any, keys: Tensor, values: Tensor, joined: Tensor, start: int) -> tuple[Tensor, Tensor]:
         mean, before = state
         new, late = self.prepare(keys, values, joined)
-        count, share = joined_counts(before, late)
+        count, share = moments.joined_counts(before, late)
         return mean + share * (new - mean), count
 
     def terms(self, seen: Seen, state: Any) -> Terms:
@@ -515,45 +330,3 @@ class ExactMass(Residual):
     def summary_bytes(self, step: Step) -> float:
         """Returns the bytes of the mean value; the mass is that of scores that the selector has computed."""
         return FLOAT32 * (step.width + 1)
-
-
-TOPK = "Top-$K$"
-PHI = r"Top-$K{+}\phi$"
-METHODS = (
-    Method("full", "Full", selector=None),
-    Method("topk", TOPK),
-    Method("topk_phi", PHI, residual=Phi()),
-    Method("topk_phi_nosub", f"{PHI} (NoSub)", residual=Phi(subtracts=False)),
-    Method("topk_moments", f"{TOPK}+moments", residual=Moments()),
-    Method("topk_moments_8", f"{TOPK}+moments, 8 clusters", residual=Moments(8)),
-    Method("topk_moments_shared", f"{TOPK}+moments, 64 clusters", residual=Moments(64, shared=True)),
-    Method("topk_centroids", f"{TOPK}+centroids", residual=Centroids(64)),
-    Method("topk_mean", f"{TOPK}+mean", residual=Mean()),
-    Method("topk_importance", f"{TOPK}+importance sample", residual=ImportanceSample(32)),
-    Method("topk_exact_mass", f"{TOPK}+exact mass", residual=ExactMass()),
-    Method("scan4", "4-bit scan", QuantisedScan(4)),
-    Method("scan4_moments", "4-bit scan+moments", QuantisedScan(4), Moments()),
-    Method("scan4_regression_64", "4-bit scan+regression, 64 clusters", QuantisedScan(4), ScanRegression(64)),
-    Method("scan3_regression_32", "3-bit scan+regression, 32 clusters", QuantisedScan(3, 128), ScanRegression(32)),
-    Method(
-        "group4_regression_64", "4-bit scan per group+regression, 64 clusters", PerGroup(QuantisedScan(4)),
-        ScanRegression(64),
-    ),
-    Method("channels_regression_64", "16 channels+regression, 64 clusters", Channels(16), ScanRegression(64)),
-    Method("pages", "Pages", Pages()),
-    Method("clusters_sums", "Whole clusters+sums", WholeClusters(), GroupSums()),
-    Method("cache8", "8-bit cache", CacheOnly(QuantisedScan(8)), QuantisedValues(8)),
-    Method("cache4_rotated", "4-bit cache, rotated", CacheOnly(Rotated(QuantisedScan(4))), QuantisedValues(4)),
-    Method(
-        "cache4_rotated_tail128", "4-bit cache, rotated, last 128 exact",
-        CacheOnly(Rotated(QuantisedScan(4)), tail=112), QuantisedValues(4),
-    ),
-    *(
-        Method(
-            f"cache8_sparse_v_{bound}", f"Sparse V, {bound}",
-            CacheOnly(QuantisedScan(8)), QuantisedValues(8, bound=float(bound)),
-        )
-        for bound in ("1e-6", "1e-5", "1e-4", "1e-3")
-    ),
-)  # fmt: skip
-"""All known methods, in the order of result files."""

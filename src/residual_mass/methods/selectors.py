@@ -45,7 +45,7 @@ def bounds_of(x: Tensor, members: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-class Codes(NamedTuple):
+class Quantised(NamedTuple):
     """Keys or values as integers, with a scale for each channel of a block of tokens, [..., N, D] (keys), or for each
     token and group of channels, [..., L, N] (values).
     """
@@ -55,7 +55,7 @@ class Codes(NamedTuple):
     step: Tensor  # bfloat16, the difference between the values of adjacent codes
 
 
-def quantised(x: Tensor, members: Tensor, size: int, bits: int) -> Codes:
+def quantised(x: Tensor, members: Tensor, size: int, bits: int) -> Quantised:
     """Quantises x [..., L, C] column by column over blocks, between the limits of `bounds_of`."""
     most = 2**bits - 1
     low, high = bounds_of(x, members, size)
@@ -68,10 +68,10 @@ def quantised(x: Tensor, members: Tensor, size: int, bits: int) -> Codes:
     codes = codes / step.unsqueeze(-2)
     codes = codes.round_().clamp_(0, most)
     codes = _rows_of(codes.to(torch.uint8), x.shape[-2])
-    return Codes(codes, stored_low, stored_step)
+    return Quantised(codes, stored_low, stored_step)
 
 
-def restored(state: Codes, size: int, dtype: torch.dtype) -> Tensor:
+def restored(state: Quantised, size: int, dtype: torch.dtype) -> Tensor:
     """Inverse of `quantised`, up to rounding."""
     low = state.low.to(dtype).unsqueeze(-2)
     step = state.step.to(dtype).unsqueeze(-2)
@@ -109,16 +109,16 @@ class QuantisedScan(Selector):
     """S, tokens that share a scale. An update quantises whole blocks."""
     limits = {"bits": 8, "block": None}
 
-    def prepare(self, keys: Tensor, mid: Tensor) -> Codes:
+    def prepare(self, keys: Tensor, mid: Tensor) -> Quantised:
         """Quantises keys. Anchors, which are always read, do not widen the range of a block."""
         return quantised(keys, mid, self.block, self.bits)
 
-    def update(self, state: Codes, keys: Tensor, mid: Tensor, start: int) -> Codes:
+    def update(self, state: Quantised, keys: Tensor, mid: Tensor, start: int) -> Quantised:
         first = start // self.block
         column = first * self.block
         new_keys = keys[..., column:, :]
         new = self.prepare(new_keys, mid[..., column:])
-        return Codes(*appended(state, new, (column, first, first)))
+        return Quantised(*appended(state, new, (column, first, first)))
 
     def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
         keys = restored(state, self.block, queries.dtype)

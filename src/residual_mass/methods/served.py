@@ -19,8 +19,6 @@ FEWEST_BYTES = "scan3_regression_32"
 """The method that reads the fewest bytes at high accuracy; torch alone serves it, which saves no time."""
 READ_WHOLE = "cache8"
 """The quantised cache that a step reads whole: what a method that selects tokens has to beat."""
-BLOCK = 64
-"""Tokens of a block of a packed cache, which share the scales of keys."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Bytes that a decode step reads of a prompt, and bytes that are kept of a prompt, by method; bytes that a step of the
-CPU kernels reads of their packed caches.
+"""Bytes that a decode step reads of a prompt, and bytes that are kept of a prompt, by method.
+
+What the CPU kernels read of a packed cache is counted by `kernels.layout`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from typing import NamedTuple
 
 from residual_mass.methods.interface import BFLOAT16, FLOAT32, Method, Step
 from residual_mass.methods.selectors import PerGroup
-from residual_mass.methods.served import BLOCK, Packing
 
 
 class StepBytes(NamedTuple):
@@ -115,26 +115,3 @@ def most_retrieved(method: Method, k: int, step: Step) -> int:
     if not isinstance(method.selector, PerGroup):
         k = k * step.heads
     return min(step.tokens - step.anchors, k)
-
-
-# ---- packed caches of the CPU kernels --------------------------------------------------------------------------------
-
-
-def packed_bytes(packing: Packing, step: Step, generated: int = 0) -> int:
-    """Returns the bytes that a step reads of one KV head in one layer, as `LayerCache.read_bytes` counts them: whole
-    blocks or, with planes, scan, chosen rows and the residual's summary; anchors and generated tokens in float32.
-    """
-    width = step.width
-    ends = 8 * width * (step.anchors + generated)
-    blocks = -(-(step.tokens - step.anchors) // BLOCK)
-    if packing.bits == 16:
-        return ends + blocks * BLOCK * 4 * width
-    if packing.bits == 8:
-        block = BLOCK * (2 * width + 4) + 4 * width
-        return ends + blocks * block
-    scan = blocks * (BLOCK * width // 2 + 4 * width)
-    row = 3 * width // 2 + 2
-    rows = step.heads * step.retrieved * row
-    clusters = packing.clusters * (2 * width + 8)
-    summary = clusters + 2 * width * width + 4 * width
-    return ends + scan + rows + summary

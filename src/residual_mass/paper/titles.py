@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from residual_mass.methods import METHODS
-from residual_mass.methods.residuals import PHI
+from residual_mass.methods.registry import PHI_TITLE
 from residual_mass.spec.settings import length_and_variant
 
 TEXT_TITLES = {
@@ -45,7 +45,7 @@ def text_title(name: str) -> str:
 def trained_at_title(maps: str) -> str:
     """Returns a title of feature maps by the length that they were trained at."""
     _, variant = length_and_variant(maps)
-    return f"{PHI} ({maps})" if variant else f"{PHI} ({maps}-trained)"
+    return f"{PHI_TITLE} ({maps})" if variant else f"{PHI_TITLE} ({maps}-trained)"
 
 
 def variant_title(maps: str, ours: str = OURS) -> str:

@@ -16,7 +16,7 @@ from residual_mass.paper.tables import find
 from residual_mass.spec import sections
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.figures import FIGURES, kind_of
-from residual_mass.spec.labels import METHODS, PUBLISHED, TOPK
+from residual_mass.spec.labels import PAPER_METHODS, PUBLISHED, TOPK
 from residual_mass.spec.sections import (
     Count,
     Distinct,
@@ -112,7 +112,7 @@ class Study(Settings):
 
     def own_methods(self, budget: float | None = None) -> tuple[str, ...]:
         """Methods that the paper lacks. With a budget, only those that are decoded at it and need no maps."""
-        own = [name for name in self.methods if name not in METHODS]
+        own = [name for name in self.methods if name not in PAPER_METHODS]
         if budget is None:
             return tuple(own)
         if budget not in self.budgets:
@@ -313,10 +313,10 @@ def _choices_of_tables(study: Study) -> Choices:
         yield "budgets, of the table residual_estimators", study.budgets, study.residuals.budgets
     needed: tuple[str, ...] = ()
     if study.mismatch.backbones or study.ablations.backbones:
-        needed = METHODS[:3]
+        needed = PAPER_METHODS[:3]
     shown = {find(label).of for label in study.tables}
     if shown - {"fidelity", "answers", "residuals"}:
-        needed = METHODS
+        needed = PAPER_METHODS
     yield "methods, of the paper's tables and comparisons", needed, study.methods
 
 

@@ -112,7 +112,7 @@ def test_long_prompts_are_clustered_in_chunks_as_at_once(monkeypatch: pytest.Mon
     centres = torch.stack([keys[part == p].mean(0) for p in range(5)])
     distances = (keys.unsqueeze(1) - centres).square().sum(-1)
     together = clusters_of(keys, mid, 8)
-    monkeypatch.setattr(module, "AT_ONCE", 7 * 5)
+    monkeypatch.setattr(module, "ELEMENTS_AT_ONCE", 7 * 5)
     assert torch.equal(module.nearest(keys, mid, centres, None), torch.where(mid, distances.argmin(-1), -1))
     expected = torch.stack([keys[part == p].sum(0) for p in range(5)])
     torch.testing.assert_close(module.totals(keys, part, 5), expected)

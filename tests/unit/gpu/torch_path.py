@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from residual_mass.core.accounting import CLAMP_RELATIVE
-from residual_mass.core.moments import FARTHEST, LEAST_VARIANCE, WHOLE, MomentState, PartTerms, truncated_parts
+from residual_mass.core.moments import FARTHEST, LARGEST_CUT, LEAST_VARIANCE, MomentState, PartTerms, truncated_parts
 from residual_mass.core.selection import largest, products_at, weighted_sum
 from residual_mass.gpu.cache import DecodeCache, OnePart, PackedKeys, mid_region, unpacked
 
@@ -211,7 +211,7 @@ def one_part_terms(queries: Tensor, part: OnePart, threshold: Tensor) -> OnePart
     along, slope, mean = products[..., :d], products[..., d : 2 * d], products[..., 2 * d :]
     deviation = (along * queries).sum(-1, keepdim=True).clamp_min_(LEAST_VARIANCE).sqrt_()
     distance = (threshold.unsqueeze(-1) - mean).div_(deviation)
-    distance = torch.minimum(distance, deviation + WHOLE).clamp_min_(-FARTHEST)
+    distance = torch.minimum(distance, deviation + LARGEST_CUT).clamp_min_(-FARTHEST)
     tail = torch.special.erfcx((deviation - distance).mul_(math.sqrt(0.5)))
     log_mass = torch.addcmul(mean, distance, torch.sub(deviation, distance, alpha=0.5))
     log_mass.add_(tail.log()).add_(part.log_half_count)

@@ -26,7 +26,7 @@ from residual_mass.model.layers import attention_layers
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.labels import METHODS as PAPER
+from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 ANCHORS = AnchorSpec(4, 16)
@@ -106,7 +106,9 @@ def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) 
 def test_an_arm_or_a_prompt_alone_gives_the_tokens_that_it_gives_in_the_batch(
     tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
 ) -> None:
-    arms = ARMS + [ArmSpec(one.name, (18.0, 25.0)[i % 2]) for i, one in enumerate(METHODS) if one.name not in PAPER]
+    arms = ARMS + [
+        ArmSpec(one.name, (18.0, 25.0)[i % 2]) for i, one in enumerate(METHODS) if one.name not in PAPER_METHODS
+    ]
     together = run(tiny_backbone, arms, phi, prompts)
     for a, arm in enumerate(arms):
         assert run(tiny_backbone, [arm], phi, prompts) == [[row[a]] for row in together], arm
@@ -129,7 +131,7 @@ def test_partial_kv_generate_equals_the_engine_and_a_left_padded_batch(
     with partial_kv(tiny_backbone.model, method, 0.15, phi if method.needs_maps else None) as session:
         assert [plain(tiny_backbone, prompt) for prompt in prompts] == expected
         padded = generated(tiny_backbone, ids, STEPS, mask)
-    if method.name in PAPER:  # blocks of others begin elsewhere in a padded row
+    if method.name in PAPER_METHODS:  # blocks of others begin elsewhere in a padded row
         assert [row[: len(want)] for row, want in zip(padded, expected, strict=True)] == expected
     assert min(session.partial_calls.values()) > 0 and len(session.partial_calls) == 3
 

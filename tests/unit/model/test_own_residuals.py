@@ -15,7 +15,7 @@ from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.methods import METHODS, CacheOnly, Method, Residual, Seen, Step, method_named
 from residual_mass.model.loading import Backbone
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.labels import METHODS as OF_THE_PAPER
+from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import AnchorSpec
 
 STEPS = 10
@@ -67,7 +67,7 @@ def test_arms_side_by_side_each_get_their_own(tiny_backbone: Backbone, prompts: 
     assert any(topk != full for _, topk, full, _ in made), "top-K must differ from full, or equality shows nothing"
 
 
-OWN = [one.name for one in METHODS if one.name not in OF_THE_PAPER]
+OWN = [one.name for one in METHODS if one.name not in PAPER_METHODS]
 
 
 @pytest.mark.parametrize("name", [name for name in OWN if not isinstance(method_named(name).selector, CacheOnly)])

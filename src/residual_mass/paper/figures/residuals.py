@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from residual_mass.methods import METHODS, TopK, method_named
-from residual_mass.methods.residuals import TOPK
+from residual_mass.methods.registry import TOPK_TITLE
 from residual_mass.metrics import KL, RELATIVE_ERROR, VERIFIED
 from residual_mass.paper.figures.style import (
     DISTANCE,
@@ -58,10 +58,10 @@ def error_by_k(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     """
     rows = compared_rows(spec, data)
     rows = rows[[method_named(name).selector == TopK() for name in rows["method"]]]
-    titles = [method_title(name).removeprefix(TOPK) or TOPK for name in rows["method"]]
+    titles = [method_title(name).removeprefix(TOPK_TITLE) or TOPK_TITLE for name in rows["method"]]
     rows = rows.assign(value=rows["error"], title=titles)
     figure = against_budget(rows, f"{RELATIVE_ERROR.title} of attention", looks_of(rows["arm"]))
-    return finish(figure, spec, f": errors of all heads, with what is added to {TOPK}")
+    return finish(figure, spec, f": errors of all heads, with what is added to {TOPK_TITLE}")
 
 
 @figure

@@ -14,7 +14,7 @@ from residual_mass.paper.cells import best, cross, join_results, part, with_empt
 from residual_mass.paper.digits import DASH, format_steps
 from residual_mass.paper.tables.layout import RUNTIME_PREFIX, Rows, lengths, middle_budget, table
 from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, method_title, text_title
-from residual_mass.spec.labels import METHODS, PUBLISHED
+from residual_mass.spec.labels import PAPER_METHODS, PUBLISHED
 from residual_mass.spec.specs import TableSpec
 
 ACCOUNTING_TITLES = {
@@ -201,8 +201,8 @@ def _blocks_of(found: pd.DataFrame) -> list[pd.DataFrame]:
 def _method_columns(found: pd.DataFrame) -> pd.DataFrame:
     """Returns a column for each method of the paper, then of the study; but not of those with kernels only."""
     in_columns = found["implementation"] != "kernels"
-    methods = list(dict.fromkeys([*METHODS, *found.loc[in_columns, "method"]]))
-    titles = [method_title(name) + OWN_ROW * (name not in METHODS) for name in methods]
+    methods = list(dict.fromkeys([*PAPER_METHODS, *found.loc[in_columns, "method"]]))
+    titles = [method_title(name) + OWN_ROW * (name not in PAPER_METHODS) for name in methods]
     return part("column", titles, method=methods)
 
 

@@ -14,7 +14,7 @@ from residual_mass.paper import published
 from residual_mass.paper.cells import COMMON, PLACEMENT, cross, part
 from residual_mass.paper.frames import typed
 from residual_mass.paper.titles import OWN_ROW, method_title, text_title
-from residual_mass.spec.labels import METHODS
+from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import length_and_variant
 from residual_mass.spec.specs import ReportSpec, TableSpec
 
@@ -121,7 +121,7 @@ def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
 
 def method_rows(show: TableSpec) -> pd.DataFrame:
     """Returns the paper's methods, then the study's own."""
-    own = dict.fromkeys(METHODS, False) | dict.fromkeys(show.own_methods, True)
+    own = dict.fromkeys(PAPER_METHODS, False) | dict.fromkeys(show.own_methods, True)
     titles = [method_title(name) + OWN_ROW * own[name] for name in own]
     return part("row", titles, method=own, own=own.values())
 
@@ -138,5 +138,5 @@ def map_rows(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
     maps = maps.assign(method="topk_phi")
     methods = method_rows(show).assign(maps="")
     without_maps = methods[:2]
-    of_the_study = methods[len(METHODS) :]
+    of_the_study = methods[len(PAPER_METHODS) :]
     return pd.concat([without_maps, maps, of_the_study], ignore_index=True).astype({"own": bool})
