@@ -33,7 +33,7 @@ def said_about_hub(home: Path, **environment: str) -> str:
     code = (
         "from pathlib import Path; from residual_mass.machine import preflight;"
         "from residual_mass.spec.specs import BackboneSpec;"
-        f"print(*preflight.problems([{HUB!r}], Path('assets')), sep='\\n')"
+        f"print(*preflight.backbone_problems([{HUB!r}], Path('assets')), sep='\\n')"
     )
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     source = str(Path(preflight.__file__).parents[2])
@@ -57,27 +57,27 @@ def test_a_backbone_that_requires_a_gpu(tool: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(preflight.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))  # no device files, whatever runs this test
-    assert preflight.problems([LOCAL], tmp_path) == []
-    (line,) = preflight.problems([LOCAL, ON_GPU], tmp_path)
+    assert preflight.backbone_problems([LOCAL], tmp_path) == []
+    (line,) = preflight.backbone_problems([LOCAL, ON_GPU], tmp_path)
     assert line.startswith("no NVIDIA GPU here for backbone fast:")
     programs(tmp_path / "bin", **{tool: ""})
-    assert preflight.problems([LOCAL, ON_GPU], tmp_path) == []
-    alone = preflight.problems([LOCAL, ON_GPU], tmp_path, submits=False)
+    assert preflight.backbone_problems([LOCAL, ON_GPU], tmp_path) == []
+    alone = preflight.backbone_problems([LOCAL, ON_GPU], tmp_path, submits=False)
     assert alone == ([] if tool == "nvidia-smi" else [line])  # SLURM is there, but Snakemake was not told to use it
     monkeypatch.setattr(preflight.metadata, "version", lambda name: "2.13.0+cpu")
-    assert preflight.problems([LOCAL], tmp_path) == []
-    (line,) = preflight.problems([LOCAL, ON_GPU], tmp_path)
+    assert preflight.backbone_problems([LOCAL], tmp_path) == []
+    (line,) = preflight.backbone_problems([LOCAL, ON_GPU], tmp_path)
     assert line.startswith("torch 2.13.0+cpu is built for CPUs, and backbone fast needs") and "TORCH_INDEX=" in line
 
 
 def test_a_model_that_the_assets_lack_is_named_once_they_are_there(tmp_path: Path) -> None:
-    assert preflight.problems([LOCAL], tmp_path) == []
+    assert preflight.backbone_problems([LOCAL], tmp_path) == []
     (tmp_path / "manifest.json").write_text("{}")
-    (line,) = preflight.problems([LOCAL], tmp_path)
+    (line,) = preflight.backbone_problems([LOCAL], tmp_path)
     assert line.startswith(f"backbone smol: no model in {tmp_path}/models/small-lm:")
     (tmp_path / "models" / "small-lm").mkdir(parents=True)
     (tmp_path / "models" / "small-lm" / "config.json").write_text("{}")
-    assert preflight.problems([LOCAL], tmp_path) == []
+    assert preflight.backbone_problems([LOCAL], tmp_path) == []
 
 
 # ---- what a run says of it -------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_an_input_from_the_future_is_told_where_a_job_reads_it(tmp_path: Path) -
     run = snakemake(tmp_path, "--cores", "1", "results/phi/smol_2k.safetensors")
     assert run.code == 1 and "; results/assets/manifest.json: modified in the future (" in run.said[-1], run.output
     os.utime(manifest)
-    assert preflight.from_the_future([manifest, tmp_path / "none"]) == []
+    assert preflight.with_future_mtimes([manifest, tmp_path / "none"]) == []
 
 
 def test_targets_that_only_look_run_beside_other_jobs(tmp_path: Path) -> None:

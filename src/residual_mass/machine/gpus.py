@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-LOOK_AGAIN = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two checks for a free GPU."""
 
 
@@ -38,20 +38,23 @@ def take(count: int) -> None:
         return
     folder = Path(tempfile.gettempdir(), f"residual_mass_gpus_{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    names, waited = ",".join(visible), False
-    while not (held := _free(visible, count, folder)):
-        if not waited:
-            log.info("waiting for %d of the GPUs %s; others hold the locks in %s", count, names, folder)
-        waited = True
-        time.sleep(LOOK_AGAIN)
+    names = ",".join(visible)
+    held = _free(visible, count, folder)
+    if not held:
+        log.info("waiting for %d of the GPUs %s; others hold the locks in %s", count, names, folder)
+    while not held:
+        time.sleep(POLL_SECONDS)
+        held = _free(visible, count, folder)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(held)
     log.info("GPU %s of %s", ",".join(held), names)
 
 
 def visible_gpus() -> list[str]:
     """Returns the names of the usable GPUs: those in CUDA_VISIBLE_DEVICES if set, else their numbers."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        names = [name.strip() for name in named.split(",")]
+        return [name for name in names if name not in ("", "-1")]
     return [str(number) for number in range(len(device_files()))]
 
 
@@ -67,7 +70,8 @@ def _free(visible: Sequence[str], count: int, folder: Path) -> list[str]:
     with open(folder / "choosing", "w") as choosing:
         fcntl.flock(choosing, fcntl.LOCK_EX)
         for name in visible:
-            file = os.open(folder / f"{name.replace('/', '-')}.lock", os.O_RDWR | os.O_CREAT)
+            lock = folder / f"{name.replace('/', '-')}.lock"
+            file = os.open(lock, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

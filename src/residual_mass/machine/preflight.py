@@ -20,7 +20,7 @@ CLOCKS_APART = 60
 """Tolerated clock difference in seconds between machines that share files."""
 
 
-def problems(
+def backbone_problems(
     backbones: Sequence[BackboneSpec], assets: Path, asks_hub: bool = True, submits: bool | None = None
 ) -> list[str]:
     """Returns one line per problem, with its remedy; empty if jobs of these backbones can start here.
@@ -29,9 +29,12 @@ def problems(
         asks_hub: whether to ask the hub about its models; otherwise they are not checked.
         submits: whether jobs run elsewhere; None assumes so if there is SLURM.
     """
-    checked = [backbone for backbone in backbones if asks_hub or backbone.source != "hub"]
-    lines = [problem for backbone in checked for problem in _access_problems(backbone, assets)]
-    names, version = ", ".join(b.name for b in backbones if b.requires_gpu), metadata.version("torch")
+    lines: list[str] = []
+    for backbone in backbones:
+        if asks_hub or backbone.source != "hub":
+            lines += _access_problems(backbone, assets)
+    names = ", ".join(backbone.name for backbone in backbones if backbone.requires_gpu)
+    version = metadata.version("torch")
     if submits is None:
         submits = shutil.which("sbatch") is not None
     if names and not (has_gpu() or submits):
@@ -42,11 +45,12 @@ def problems(
     return lines
 
 
-def from_the_future(inputs: Iterable[Path]) -> list[str]:
+def with_future_mtimes(inputs: Iterable[Path]) -> list[str]:
     """Returns one line for the newest input if it is dated in the future, as after a clock was set back: Snakemake
     would find results older than their input and delete them.
     """
-    date, newest = max(((path.stat().st_mtime, path) for path in inputs if path.exists()), default=(0, None))
+    dated = [(path.stat().st_mtime, path) for path in inputs if path.exists()]
+    date, newest = max(dated, default=(0, None))
     if date <= time.time() + CLOCKS_APART:
         return []
     written = time.strftime("%Y-%m-%d %H:%M", time.localtime(date))
@@ -56,7 +60,10 @@ def from_the_future(inputs: Iterable[Path]) -> list[str]:
 
 def unwritable(outputs: Iterable[Path]) -> list[str]:
     """Returns one line per existing folder in which outputs cannot be written."""
-    folders = {next(folder for folder in path.parents if folder.is_dir()) for path in outputs}
+    folders = set()
+    for path in outputs:
+        existing = [folder for folder in path.parents if folder.is_dir()]
+        folders.add(existing[0])
     refused = sorted(str(folder) for folder in folders if not os.access(folder, os.W_OK))
     return [f"{folder}: cannot be written to; make the folder or its disk writable" for folder in refused]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 PROFILE = "workflow/profiles/slurm/config.yaml"
-REMEMBERED = 240
+MIN_JOB_AGE_S = 240
 """Seconds for which SLURM must remember a finished job (MinJobAge) if there is only squeue: Snakemake asks at least
 every 180 s, and waits forever for a job that was forgotten before.
 """
 
 
-def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> list[str]:
+def submission_problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> list[str]:
     """Returns one line per problem, with its remedy; empty if jobs can be submitted and watched.
 
     Args:
@@ -29,17 +29,18 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
     accounting = _run("sacct", "--noheader", "--starttime", "now")  # fails without accounting
     lines = []
     if accounting.returncode and status_command == "sacct":
-        reason = (accounting.stderr.strip() or "no message").splitlines()[-1]
-        lines.append(
-            f"sacct does not answer ({reason}), and Snakemake would wait for its jobs forever: "
-            f"set slurm-status-command: squeue, as {PROFILE} does by itself"
-        )
+        message = accounting.stderr.strip() or "no message"
+        reason = message.splitlines()[-1]
+        remedy = f"set slurm-status-command: squeue, as {PROFILE} does by itself"
+        lines.append(f"sacct does not answer ({reason}), and Snakemake would wait for its jobs forever: {remedy}")
     if accounting.returncode and status_command == "squeue":
         lines += _forgets()
     for partition, account in sorted(set(sites)):
         if account and accounting.returncode:
             lines.append(f"slurm_account is {account}, but there are no accounts here: remove it from {PROFILE}")
-        elif refusal := _refusal(partition, account):
+            continue
+        refusal = _refusal(partition, account)
+        if refusal:
             lines.append(f"sbatch refuses partition {partition!r}, account {account!r} ({refusal}): edit {PROFILE}")
     return lines
 
@@ -47,14 +48,20 @@ def problems(status_command: str | None, sites: Iterable[tuple[str, str]]) -> li
 def unfinished(folder: Path) -> list[str]:
     """Returns one line if jobs of an earlier run from `folder` still exist, which would write the same files."""
     run = _run("squeue", "--noheader", "--user", getuser(), "--format", "%i|%k|%Z")
-    jobs = [job.split("|", 2) for job in run.stdout.splitlines() if job.count("|") >= 2]
-    ids = [number for number, comment, where in jobs if comment.startswith("rule_") and Path(where) == folder]
-    wait, stop = f"`squeue --jobs {','.join(ids)}` shows none", f"stop them with `scancel {' '.join(ids)}`"
-    line = f"jobs of an earlier run still work in this folder: wait until {wait}, or {stop}; what they finish is kept"
-    return [line] if ids else []
+    ids = []
+    for line in run.stdout.splitlines():
+        if line.count("|") >= 2:
+            number, comment, where = line.split("|", 2)
+            if comment.startswith("rule_") and Path(where) == folder:
+                ids.append(number)
+    if not ids:
+        return []
+    wait = f"wait until `squeue --jobs {','.join(ids)}` shows none"
+    stop = f"stop them with `scancel {' '.join(ids)}`"
+    return [f"jobs of an earlier run still work in this folder: {wait}, or {stop}; what they finish is kept"]
 
 
-def see_cancelled_jobs() -> None:
+def patch_slurm_plugin() -> None:
     """Patches Snakemake's SLURM plugin so that it recognises cancelled jobs in the output of sacct.
 
     sacct prints "CANCELLED by 1000". The plugin, up to at least 2.8, only knows "CANCELLED" and would consider the job
@@ -66,20 +73,23 @@ def see_cancelled_jobs() -> None:
 
     async def query(command: str, logger: Any) -> tuple[dict[str, str] | None, float | None]:
         states, seconds = await original(command, logger)
-        return states and {job: state.partition(" ")[0] for job, state in states.items()}, seconds
+        if states:
+            states = {job: state.partition(" ")[0] for job, state in states.items()}
+        return states, seconds
 
     plugin.query_job_status = query
 
 
 def _forgets() -> list[str]:
     """Returns one line if SLURM forgets finished jobs before Snakemake asks for them."""
-    match = re.search(r"^MinJobAge\s*=\s*(\d+)", _run("scontrol", "show", "config").stdout, re.MULTILINE)
-    if match and (match[1] == "0" or int(match[1]) >= REMEMBERED):  # 0 means forever
+    config = _run("scontrol", "show", "config").stdout
+    match = re.search(r"^MinJobAge\s*=\s*(\d+)", config, re.MULTILINE)
+    if match and (match[1] == "0" or int(match[1]) >= MIN_JOB_AGE_S):  # 0 means forever
         return []
     after = f"after {match[1]} s" if match else "at a time that scontrol does not show"
     return [
         f"SLURM forgets finished jobs {after} (MinJobAge) and keeps no accounts (sacct), so that Snakemake would wait "
-        f"for them forever: ask for MinJobAge={REMEMBERED} or more, or for accounting"
+        f"for them forever: ask for MinJobAge={MIN_JOB_AGE_S} or more, or for accounting"
     ]
 
 
@@ -87,10 +97,17 @@ def _refusal(partition: str, account: str) -> str:
     """Returns SLURM's complaint about partition or account; empty if it refuses this test job because it lacks what
     real jobs may request, such as a GPU or a quality of service.
     """
-    given = [f"--partition={partition}"] * bool(partition) + [f"--account={account}"] * bool(account)
-    run = _run("sbatch", "--test-only", "--time=1", *given, "--wrap=true")
-    said = [line for line in run.stderr.splitlines() if re.search("invalid (partition|account)", line, re.IGNORECASE)]
-    return said[-1].strip() if run.returncode and said else ""
+    options = []
+    if partition:
+        options.append(f"--partition={partition}")
+    if account:
+        options.append(f"--account={account}")
+    run = _run("sbatch", "--test-only", "--time=1", *options, "--wrap=true")
+    if run.returncode == 0:
+        return ""
+    complaint = re.compile("invalid (partition|account)", re.IGNORECASE)
+    said = [line for line in run.stderr.splitlines() if complaint.search(line)]
+    return said[-1].strip() if said else ""
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -174,7 +174,7 @@ def run_pdf(document: Path, out: Path) -> None:
     Raises:
         ValueError: no LaTeX is installed, or it fails; says how.
     """
-    if lacking := problems():
+    if lacking := pdf_problems():
         raise ValueError(*lacking)
     program = _program()
     passes, arguments = PROGRAMS[program]
@@ -194,7 +194,7 @@ def run_pdf(document: Path, out: Path) -> None:
             shutil.copyfile(Path(folder, document.with_suffix(".pdf").name), temporary)
 
 
-def problems() -> list[str]:
+def pdf_problems() -> list[str]:
     """Returns what this machine lacks to make a PDF, in one line with its remedy; empty where it has a LaTeX."""
     lacking = f"no LaTeX on PATH ({' or '.join(PROGRAMS)}); install one, on Debian `apt install texlive-latex-extra`"
     return [] if _program() else [lacking]

@@ -36,19 +36,19 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     running = {job.wildcards.get("backbone") for job in unmade if plan.assets_manifest in job.input}
     submits = None if workflow.dryrun else workflow.executor_plugin.name != "local"
     backbones = [plan.backbone_spec(name) for name in plan.main.backbones if name in running]
-    lacking = preflight.problems(backbones, assets, asks_hub=not offline, submits=submits)
+    lacking = preflight.backbone_problems(backbones, assets, asks_hub=not offline, submits=submits)
     if offline and plan.assets_manifest in read | made:
         lacking += missing([job.spec for job in _with_specs(jobs)], assets)
     if any(job.rule.name == "document_pdf" for job in jobs):
-        lacking += latex.problems()
+        lacking += latex.pdf_problems()
     if workflow.executor_plugin.name == "slurm":
         keys = ("slurm_partition", "slurm_account")
         sites = [tuple(str(job.resources.get(key) or "") for key in keys) for job in jobs if not job.is_local]
-        lacking += slurm.problems(workflow.executor_settings.status_command, sites)
-        slurm.see_cancelled_jobs()
+        lacking += slurm.submission_problems(workflow.executor_settings.status_command, sites)
+        slurm.patch_slurm_plugin()
     if made:
         lacking += slurm.unfinished(Path.cwd())
-    lacking += preflight.from_the_future(map(Path, read - made))
+    lacking += preflight.with_future_mtimes(map(Path, read - made))
     lacking += preflight.unwritable(map(Path, made))
     return lacking
 

@@ -40,21 +40,21 @@ def remembering(seconds: int) -> str:
 def test_a_cluster_with_accounting_lacks_nothing(cluster: Path) -> None:
     answers(cluster, scontrol=remembering(60))
     for asked in ("sacct", "squeue"):
-        assert slurm.problems(asked, [("gpu", "myproject"), ("", "")]) == []
+        assert slurm.submission_problems(asked, [("gpu", "myproject"), ("", "")]) == []
     (cluster / "sbatch").unlink()
-    (line,) = slurm.problems("sacct", [("gpu", "")])
+    (line,) = slurm.submission_problems("sacct", [("gpu", "")])
     assert line.startswith("no sbatch here: ")
 
 
 def test_without_accounting_sacct_is_refused_and_so_is_an_account(cluster: Path) -> None:
     answers(cluster, sacct=NO_ACCOUNTS)
-    assert slurm.problems("squeue", [("gpu", "")]) == []
-    (line,) = slurm.problems("sacct", [("gpu", "")])
+    assert slurm.submission_problems("squeue", [("gpu", "")]) == []
+    (line,) = slurm.submission_problems("sacct", [("gpu", "")])
     assert line.startswith("sacct does not answer (Slurm accounting storage is disabled)") and "squeue" in line
-    (line,) = slurm.problems("squeue", [("gpu", "myproject")])
+    (line,) = slurm.submission_problems("squeue", [("gpu", "myproject")])
     assert line.startswith("slurm_account is myproject, but there are no accounts here: remove it from ")
     (cluster / "sacct").unlink()
-    assert slurm.problems("squeue", [("gpu", "")]) == []
+    assert slurm.submission_problems("squeue", [("gpu", "")]) == []
 
 
 @pytest.mark.parametrize(
@@ -62,24 +62,24 @@ def test_without_accounting_sacct_is_refused_and_so_is_an_account(cluster: Path)
 )
 def test_jobs_that_would_be_forgotten_too_soon(says: str, when: str, cluster: Path) -> None:
     answers(cluster, sacct=NO_ACCOUNTS, scontrol=says)
-    (line,) = slurm.problems("squeue", [("gpu", "")])
+    (line,) = slurm.submission_problems("squeue", [("gpu", "")])
     assert line.startswith(f"SLURM forgets finished jobs {when} (MinJobAge)") and "\n" not in line
     for enough in (240, 0):  # 0 is for ever
         answers(cluster, scontrol=remembering(enough))
-        assert slurm.problems("squeue", [("gpu", "")]) == []
+        assert slurm.submission_problems("squeue", [("gpu", "")]) == []
 
 
 def test_every_partition_that_is_refused_is_named_once(cluster: Path) -> None:
-    (line,) = slurm.problems("sacct", [("night", "a"), ("gpu", "a"), ("night", "a")])
+    (line,) = slurm.submission_problems("sacct", [("night", "a"), ("gpu", "a"), ("night", "a")])
     assert line.startswith("sbatch refuses partition 'night', account 'a' (allocation failure: Invalid partition name")
     assert line.endswith(f"edit {slurm.PROFILE}")
 
 
 def test_what_the_trial_lacks_and_the_jobs_may_have_is_no_refusal(cluster: Path) -> None:
     answers(cluster, sbatch=OTHERWISE)
-    assert slurm.problems("sacct", [("gpu", "myproject")]) == []
+    assert slurm.submission_problems("sacct", [("gpu", "myproject")]) == []
     answers(cluster, sbatch="echo 'allocation failure: Invalid account or account/partition combination' >&2; exit 1")
-    (line,) = slurm.problems("sacct", [("gpu", "other")])
+    (line,) = slurm.submission_problems("sacct", [("gpu", "other")])
     assert line.startswith("sbatch refuses partition 'gpu', account 'other' (allocation failure: Invalid account")
 
 
@@ -105,8 +105,8 @@ def test_cancelled_jobs_are_seen_in_the_words_of_sacct(cluster: Path, monkeypatc
 
     monkeypatch.setattr(plugin, "query_job_status", plugin.query_job_status)
     answers(cluster, sacct="echo '11|CANCELLED by 1000'; echo '12_3|RUNNING'; echo '13|OUT_OF_MEMORY'")
-    assert states()["11"] == "CANCELLED by 1000"  # once the plugin reads this, see_cancelled_jobs may go
-    slurm.see_cancelled_jobs()
+    assert states()["11"] == "CANCELLED by 1000"  # once the plugin reads this, patch_slurm_plugin may go
+    slurm.patch_slurm_plugin()
     assert states() == {"11": "CANCELLED", "12_3": "RUNNING", "13": "OUT_OF_MEMORY"}
     answers(cluster, sacct=NO_ACCOUNTS)
     assert states() is None
