@@ -28,7 +28,7 @@ from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_steps, require_supported
 from residual_mass.decode.text import TextBatch
 from residual_mass.decode.verify import Pass, accepted_or_drawn, drawn
-from residual_mass.kernels.cache import BLOCK
+from residual_mass.kernels.layout import BLOCK
 from residual_mass.methods import Method, method_named
 from residual_mass.model.finite import end_tokens
 from residual_mass.model.layers import attention_layers, device_of

@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from residual_mass.kernels.layout import BLOCK, bytes_read
 from residual_mass.kernels.library import WIDTHS, Buffers, Library, Views, views
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-BLOCK = 64
-"""Tokens of a block."""
 ROUNDS = 6
 """Rounds of Lloyd's algorithm."""
 SAMPLE = 2048
@@ -142,20 +141,15 @@ class LayerCache:
         return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
 
     def read_bytes(self, group: int) -> int:
-        """Returns the bytes that a step with `group` query heads per KV head reads: tokens in float32; whole blocks or,
-        with planes, the scan, the rows that each query head chooses, and the summary that estimates the others.
-        """
+        """Returns the bytes that a step with `group` query heads per KV head reads, as `bytes_read` counts them."""
         in_blocks = self.slots - self.gap.diff().squeeze(1)
-        blocks = int((-(-self.slots // BLOCK)).sum())
-        buffers = [getattr(self, name, None) for name in ("keys", "scales", "values", "value_scales")]
-        block_bytes = sum(x.nbytes for x in buffers if x is not None) // (self.batch * self.heads * self.blocks)
-        total = self.heads * (blocks * block_bytes + int(self.recents.sum()) * 8 * self.width)
-        if self.bits == 4:
-            chosen = int(torch.minimum(self.k, in_blocks).sum())
-            total += self.heads * group * chosen * self.rows.shape[-1]
-        if self.residual:
-            total += sum(x.nbytes for x in (self.bounds, self.mean_values, self.slope, self.deviations))
-        return total
+        chosen = group * torch.minimum(self.k, in_blocks)
+        blocks = -(-self.slots // BLOCK)
+        clusters = self.segments if self.residual else 0
+        total = 0
+        for ends, used, rows in torch.stack((self.recents, blocks, chosen), 1).tolist():
+            total += bytes_read(self.bits, self.width, ends=ends, blocks=used, rows=rows, clusters=clusters)
+        return self.heads * total
 
     @property
     def tokens(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -10,10 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap
+from residual_mass.kernels.layout import BLOCK, bytes_read
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.interface import FLOAT32
 from residual_mass.methods.served import packing_of
-from residual_mass.methods.step_bytes import StepBytes, packed_bytes, step_bytes
+from residual_mass.methods.step_bytes import StepBytes, step_bytes
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.settings import AnchorSpec
 from residual_mass.timing import timed
@@ -51,9 +53,16 @@ def step_traffic(
     if implementation == "kernels":
         packing = packing_of(rule)
         assert packing is not None
-        step = shape.step(length, anchors=fixed, retrieved=k)
         heads = batch * shape.layers * shape.kv_heads
-        return {"weights": weights, "cache": heads * packed_bytes(packing, step, generated)}
+        cache = bytes_read(
+            packing.bits,
+            shape.head_dim,
+            ends=fixed + generated,
+            blocks=math.ceil((length - fixed) / BLOCK),
+            rows=shape.group * k,
+            clusters=packing.clusters,
+        )
+        return {"weights": weights, "cache": heads * cache}
     fused = implementation == "fused"
     item = next(model.parameters()).element_size()
     columns = length + generated

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.decode.packed_backend import PackedCache
-from residual_mass.methods.served import BLOCK
+from residual_mass.kernels.layout import BLOCK
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from tests.unit.measure.test_measuring import METHODS, on_a_text, parsed, writte
 from residual_mass import cli
 from residual_mass.files import read_json
 from residual_mass.kernels import library
+from residual_mass.kernels.layout import BLOCK
 from residual_mass.measure import times
 from residual_mass.measure.answer import answer, recipe
 from residual_mass.measure.choice import arms_of, fewest_bytes, recommended
@@ -28,7 +29,7 @@ from residual_mass.measure.served import Served
 from residual_mass.measure.times import FULL, Drafts, Times, Timing
 from residual_mass.methods import METHODS as REGISTRY
 from residual_mass.methods import method_named
-from residual_mass.methods.served import BLOCK, FEWEST_BYTES, READ_WHOLE, RECOMMENDED, backends_of
+from residual_mass.methods.served import FEWEST_BYTES, READ_WHOLE, RECOMMENDED, backends_of
 
 ROOT = Path(__file__).parents[3]
 SERVED = "--length 512 --budgets 8 --methods cache8 scan4_regression_64 scan3_regression_32 --target-kl 100"
