@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 PERMUTATIONS = 20_000
 """Random sign patterns for a p-value: many tests are corrected together, so each p-value must be fine enough."""
-PLACE = ["text", "continuation", "state"]
+PLACE_COLUMNS = ["text", "continuation", "state"]
 ARM_COLUMNS = ["method", "budget_percent", "maps"]
 BY_DOCUMENT = [metric.name for metric in (KL, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT)]
 """Metrics that are means over documents of means over tokens, in the order of the result's rows."""
@@ -50,28 +50,36 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
     """The `fidelity` stage: a CSV row per text, task, arm, state and metric."""
     record = Record("fidelity", spec, [forced])
     tables: list[pd.DataFrame] = []
-    for place, rows in _tokens(read_parquet(forced, FORCED_COLUMNS, "force")).groupby(PLACE, sort=False):
-        text, continuation, state = map(str, place)
+    tokens = _tokens(read_parquet(forced, FORCED_COLUMNS, "force"))
+    for (text, continuation, state), rows in tokens.groupby(PLACE_COLUMNS, sort=False):
         if continuation == DRAFT:
-            about = {"text": text, "continuation": continuation, "state": state, "task": "all"}
+            place = {"text": text, "continuation": continuation, "state": state, "task": "all"}
             rates = first_differences(rows, spec.bootstrap_resamples, spec.seed)
-            tables.append(rates.assign(metric=FIRST_DIFFERENCES.name, **about))
+            tables.append(rates.assign(metric=FIRST_DIFFERENCES.name, **place))
             continue
-        tasks = {f"{text} {continuation} {task}": part for task, part in rows.groupby("task", sort=False)}
+        tasks: dict[str, pd.DataFrame] = {}
+        groups: list[tuple[str, dict[str, pd.DataFrame]]] = []
+        for task, of_task in rows.groupby("task", sort=False):
+            tasks[f"{text} {continuation} {task}"] = of_task  # the name seeds its resampling
+            groups.append((str(task), {f"{text} {continuation} {task}": of_task}))
         if min(part["index"].nunique() for part in tasks.values()) == 1:
             log.warning("%s, %s: one document only, so no interval and no test", text, continuation)
-        single = [(part["task"].iloc[0], {name: part}) for name, part in tasks.items() if len(tasks) > 1]
-        for task, parts in [*single, ("all", tasks)]:
-            about = {"text": text, "continuation": continuation, "state": state, "task": task}
-            tables.append(_table(spec, parts, over_tokens=task == "all").assign(**about))
+        if len(groups) == 1:
+            groups = []
+        for task, parts in [*groups, ("all", tasks)]:
+            place = {"text": text, "continuation": continuation, "state": state, "task": task}
+            tables.append(_table(spec, parts, over_tokens=task == "all").assign(**place))
     backbone = spec.backbone
-    result = pd.concat(tables).assign(
-        backbone=backbone.name, length=spec.length, study=spec.study, model_id=backbone.model_id,
-        revision=backbone.revision, weights=backbone.weights,
-    )  # fmt: skip
-    write_text(
-        out, csv_text(FIDELITY_COLUMNS, result.reindex(columns=FIDELITY_COLUMNS).map(_written).to_dict("records"))
-    )
+    of_job = {
+        "backbone": backbone.name,
+        "length": spec.length,
+        "study": spec.study,
+        "model_id": backbone.model_id,
+        "revision": backbone.revision,
+        "weights": backbone.weights,
+    }
+    result = pd.concat(tables).assign(**of_job).reindex(columns=FIDELITY_COLUMNS)
+    write_text(out, csv_text(FIDELITY_COLUMNS, result.map(_written).to_dict("records")))
     record.write(out)
 
 
@@ -79,11 +87,13 @@ def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
     """Returns the tokens with their metrics and the number of their `arm`."""
     delta_p = np.exp(-forced["nll"]) - np.exp(-forced["full_nll"])
     arm = forced.groupby(ARM_COLUMNS, sort=False, dropna=False).ngroup()
-    document = [forced[name] for name in (*PLACE, "task", "index")]
-    return forced.assign(
-        arm=arm, delta_p=delta_p, delta_p_squared=delta_p**2, log_ppl_ratio=forced["nll"] - forced["full_nll"],
-        kept=(~forced["same_top"]).groupby([*document, arm]).cumsum() == 0,
-    )  # fmt: skip
+    tokens = forced.assign(arm=arm, delta_p=delta_p, delta_p_squared=delta_p**2)
+    tokens["log_ppl_ratio"] = forced["nll"] - forced["full_nll"]
+    # A token is kept if no earlier one of its continuation, nor itself, has another likeliest token under the arm.
+    continuation = [*PLACE_COLUMNS, "task", "index", "arm"]
+    changed = (~tokens["same_top"]).groupby([tokens[name] for name in continuation])
+    tokens["kept"] = changed.cumsum() == 0
+    return tokens
 
 
 def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: bool) -> pd.DataFrame:
@@ -98,16 +108,19 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
     lines = lines.drop(index="k").join(_gains(spec, values, metrics, arms))
     documents = [part.shape[-1] for part in values.values()]
     for arm in arms.index if min(documents) > 1 else ():
-        kl = [part.loc[KL.name, arm].clip(0).to_numpy() for part in values.values()]  # rounding can make it negative
+        kl = []
+        for part in values.values():
+            kl.append(part.loc[KL.name, arm].clip(0).to_numpy())  # rounding can make it negative
         lines.loc[(KL.name, arm), ["ci_low", "ci_high"]] = skewed_interval(kl)
     if over_tokens:
         lines = pd.concat([lines, *_over_tokens(spec, tasks, arms.index)])
     if min(documents) == 1:  # only the value is known
         lines[UNCERTAINTIES] = np.nan
     lines = lines.reset_index().join(arms, on="arm")
-    lines = lines[(lines["method"] != "full") | lines["metric"].isin([NLL.name, FIRST.name])]  # no distance from itself
-    size = sum(len(part) for part in tasks.values()) // len(arms)
-    return lines.sort_values("arm", kind="stable").assign(documents=sum(documents), tokens=size)
+    of_full = lines["metric"].isin([NLL.name, FIRST.name])  # full has no distance from itself
+    lines = lines[(lines["method"] != "full") | of_full]
+    tokens = sum(len(part) for part in tasks.values()) // len(arms)
+    return lines.sort_values("arm", kind="stable").assign(documents=sum(documents), tokens=tokens)
 
 
 def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.DataFrame:
@@ -122,18 +135,24 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
         `documents` and of drafted `tokens`.
     """
     differs = ~tokens["first"]
-    drafted = differs.groupby((tokens["position"] == 0).cumsum()).cumsum() - differs == 0
+    draft = (tokens["position"] == 0).cumsum()
+    differences_before = differs.groupby(draft).cumsum() - differs
+    drafted = differences_before == 0
     rates = tokens.groupby(ARM_COLUMNS, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
-    by_document = tokens.assign(drafted=drafted, differences=drafted & differs).groupby([*ARM_COLUMNS, "index"])
-    differences, size = (
-        by_document[name].sum().unstack("index").loc[rates.index].to_numpy(np.float64)
-        for name in ("differences", "drafted")
-    )  # [A, D] each
+    counted = tokens.assign(drafted=drafted, differences=drafted & differs)
+    by_document = counted.groupby([*ARM_COLUMNS, "index"])[["differences", "drafted"]].sum().unstack("index")
+    by_document = by_document.loc[rates.index]
+    differences = by_document["differences"].to_numpy(np.float64)  # [A, D]
+    size = by_document["drafted"].to_numpy(np.float64)  # [A, D]
     documents = size.shape[1]
-    rates = rates.assign(value=differences.sum(1) / size.sum(1), documents=documents, tokens=size.sum(1))
-    drawn = np.concatenate(list(resampled(documents, resamples, seed, DRAFT)))
-    rates["ci_low"], rates["ci_high"] = percentile_interval((drawn @ differences.T / (drawn @ size.T)).T)
+    rates["value"] = differences.sum(1) / size.sum(1)
+    rates["documents"] = documents
+    rates["tokens"] = size.sum(1)
+    counts = np.concatenate(list(resampled(documents, resamples, seed, DRAFT)))  # [R, D]
+    resampled_rates = counts @ differences.T / (counts @ size.T)  # [R, A]
+    rates["ci_low"], rates["ci_high"] = percentile_interval(resampled_rates.T)
     zero = rates["value"] == 0  # resamples give no interval
+    # The exact upper bound of a rate after so many tokens without a difference.
     rates.loc[zero, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / rates["tokens"][zero])
     if documents == 1:
         rates[["ci_low", "ci_high"]] = np.nan
@@ -155,7 +174,9 @@ def _gains(
     paired = arms["budget_percent"][~is_topk].map(topk).dropna().astype(int)
     first = pd.MultiIndex.from_product([metrics, paired.index], names=["metric", "arm"])
     second = pd.MultiIndex.from_product([metrics, paired])
-    differences = {task: part.loc[first] - part.loc[second].to_numpy() for task, part in values.items()}
+    differences = {}
+    for task, part in values.items():
+        differences[task] = part.loc[first] - part.loc[second].to_numpy()
     gains = means(differences, spec.bootstrap_resamples, spec.seed).frame
     gains["p"] = sign_flip_p(differences, PERMUTATIONS, spec.seed)
     return gains.drop(columns="stderr").add_prefix("gain_").rename(columns={"gain_value": "gain"})
@@ -164,19 +185,25 @@ def _gains(
 def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd.Index) -> Iterator[pd.DataFrame]:
     """Yields the root mean square and the quantiles over the tokens of all documents."""
     resampling = spec.bootstrap_resamples, spec.seed
-    squares = means({task: _by_document(part, ["delta_p_squared"]) for task, part in tasks.items()}, *resampling)
-    roots = replace(squares, value=squares.value**0.5, stderr=np.full(len(arms), np.nan), draws=squares.draws**0.5)
+    by_document = {task: _by_document(part, ["delta_p_squared"]) for task, part in tasks.items()}
+    squares = means(by_document, *resampling)
+    unknown = np.full(len(arms), np.nan)
+    roots = replace(squares, value=squares.value**0.5, stderr=unknown, draws=squares.draws**0.5)
     yield roots.frame.rename(index={"delta_p_squared": DELTA_P_RMS.name})
-    sizes = {task: part["index"].nunique() for task, part in tasks.items()}
-    counts = [np.concatenate(list(resampled(size, *resampling, task))) for task, size in sizes.items()]
+    counts = []
+    for task, part in tasks.items():
+        blocks = resampled(part["index"].nunique(), *resampling, task)
+        counts.append(np.concatenate(list(blocks)))
+    of_all_tasks = np.concatenate(counts, axis=1)  # [R, D]
     tokens = pd.concat(tasks.values())
     tokens["document"] = tokens.groupby(["task", "index"], sort=False).ngroup()
     for measure, shares in QUANTILES.items():
+        metrics = [f"{measure}_{name}" for name in shares]
         for arm in arms:
-            values, document = tokens.loc[tokens["arm"] == arm, [measure, "document"]].to_numpy().T
-            found = token_quantiles(values, document.astype(int), np.concatenate(counts, axis=1), list(shares.values()))
-            places = [[f"{measure}_{end}" for end in shares], [arm]]
-            yield found.frame.set_axis(pd.MultiIndex.from_product(places, names=["metric", "arm"]))
+            of_arm = tokens[tokens["arm"] == arm]
+            document = of_arm["document"].to_numpy()
+            found = token_quantiles(of_arm[measure].to_numpy(), document, of_all_tasks, list(shares.values()))
+            yield found.frame.set_axis(pd.MultiIndex.from_product([metrics, [arm]], names=["metric", "arm"]))
 
 
 def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray, shares: Sequence[float]) -> Means:
@@ -200,7 +227,8 @@ def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray
         low = np.floor(share * last)
         below, above = at(low), at(np.minimum(low + 1, last))
         draws.append(below + (share * last - low) * (above - below))
-    return Means(np.quantile(values, shares), np.full(len(shares), np.nan), np.stack(draws))
+    unknown = np.full(len(shares), np.nan)
+    return Means(np.quantile(values, shares), unknown, np.stack(draws))
 
 
 def _written(value: Any) -> Any:
