@@ -32,7 +32,7 @@ from residual_mass.spec import paths
 from residual_mass.study import start
 from residual_mass.study.plan import load
 from residual_mass.study.resources import JobSize, flags, launcher, shown
-from residual_mass.texts.assets import PINS, read_pins
+from residual_mass.texts.assets import WHEEL_PINS, read_pins
 
 
 configfile: ROOT / "config/config.yaml"

@@ -11,7 +11,7 @@ import yaml
 from tests.small_assets import MODEL_ID, REVISION, write_assets
 
 from residual_mass.files import sha256_of, write_text
-from residual_mass.texts.assets import PINS, read_pins
+from residual_mass.texts.assets import WHEEL_PINS, read_pins
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = Path(__file__).with_name("small_examples")
@@ -28,7 +28,7 @@ def write_small_study(folder: Path, root: Path = ROOT) -> None:
     speech = folder / "results" / "assets" / "corpora" / "sotu" / "1790-Washington-1.txt"
     speech.parent.mkdir(parents=True)
     speech.write_text("Fellow citizens of the Senate and House of Representatives. " * 70)
-    vouch(folder / "results" / "assets", read_pins(PINS))
+    vouch(folder / "results" / "assets", read_pins(WHEEL_PINS))
     tiny = {
         "title": "Tiny & random_Llama", "study": "mini", "model_id": MODEL_ID, "revision": REVISION, "source": "assets",
         "dtype": "float32", "tokenizer": "tiny", "context": 4096, "requires_gpu": False,

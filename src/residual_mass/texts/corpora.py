@@ -38,17 +38,23 @@ class PackedDocuments:
     def __init__(self, name: str, documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, seed: int):
         if not len(documents):
             raise ValueError(f"corpus {name!r} is empty; choose another one")
-        self.name, self.documents, self.tokenizer, self.length, self.seed = name, documents, tokenizer, length, seed
+        self.name = name
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.length = length
+        self.seed = seed
 
     def sequence(self, index: int) -> list[int]:
         """Returns the token ids of the index-th sequence; raises ValueError if the corpus holds fewer tokens."""
-        return self._drawn(index)[0]
+        ids, _ = self._sampled(index)
+        return ids
 
     def disjoint(self, count: int) -> list[list[int]]:
         """Returns `count` sequences of which no two share a document, or fewer where the corpus has no more."""
         sequences: list[list[int]] = []
         used: set[int] = set()
-        for ids, documents in map(self._drawn, range(count * DRAWS)):
+        for index in range(count * DRAWS):
+            ids, documents = self._sampled(index)
             if not documents & used:
                 used |= documents
                 sequences.append(ids)
@@ -56,22 +62,23 @@ class PackedDocuments:
                 break
         return sequences
 
-    def _drawn(self, index: int) -> tuple[list[int], set[int]]:
+    def _sampled(self, index: int) -> tuple[list[int], set[int]]:
         """Returns the token ids of the index-th sequence, and the numbers of its documents."""
         rng = random.Random(f"{self.seed}/{self.name}/{index}")
         front = special_prefix(self.tokenizer)
         wanted = self.length - len(front)
-        start = rng.randrange(len(self.documents))
+        num_documents = len(self.documents)
+        start = rng.randrange(num_documents)
         ids: list[int] = []
-        for step in range(len(self.documents)):
-            document = self.documents[(start + step) % len(self.documents)]
+        for step in range(num_documents):
+            document = self.documents[(start + step) % num_documents]
             more = self.tokenizer(document + SEPARATOR, add_special_tokens=False).input_ids
             if not ids and len(more) > wanted:
                 offset = rng.randrange(len(more) - wanted + 1)
                 more = more[offset:]
             ids += more
             if len(ids) >= wanted:
-                used = {(start + number) % len(self.documents) for number in range(step + 1)}
+                used = {(start + number) % num_documents for number in range(step + 1)}
                 return front + ids[:wanted], used
         raise ValueError(
             f"corpus {self.name!r} holds {len(ids)} tokens, fewer than one sequence of {wanted}; choose a shorter "
@@ -83,12 +90,13 @@ class HubDocuments(Sequence[str]):
     """The documents of a corpus on the hub, read from disk one at a time."""
 
     def __init__(self, name: str):
-        self.rows, self.column = hub_rows(HUB[name]), HUB[name].column
-        if self.column not in self.rows.column_names:
-            raise ValueError(
-                f"corpus {name!r}: data set {HUB[name]} has no column {self.column!r}, only "
-                f"{', '.join(self.rows.column_names)}; name the one with the text in spec/texts.py"
-            )
+        part = HUB[name]
+        self.rows = hub_rows(part)
+        self.column = part.column
+        names = self.rows.column_names
+        if self.column not in names:
+            lacking = f"data set {part} has no column {self.column!r}, only {', '.join(names)}"
+            raise ValueError(f"corpus {name!r}: {lacking}; name the one with the text in spec/texts.py")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,7 +113,9 @@ class Cycle:
 
     def __init__(self, corpora: Sequence[PackedDocuments], slot: int = 0, slots: int = 1):
         assert 0 <= slot < slots
-        self.corpora, self.slot, self.slots = corpora, slot, slots
+        self.corpora = corpora
+        self.slot = slot
+        self.slots = slots
 
     def sequence(self, index: int) -> list[int]:
         turn, place = divmod(index, len(self.corpora))
@@ -130,12 +140,13 @@ def training_corpus(
         if name not in TRAINED:
             raise ValueError(f"corpus {name!r} is not a training corpus; choose {', '.join(TRAINED)}")
 
-    def corpus(name: str) -> PackedDocuments:
+    corpora = []
+    for name in names:
         documents = read_documents(name, assets)
-        kept = documents if name in HUB else [text for text in documents if not is_held_out(text)]
-        return PackedDocuments(name, kept, tokenizer, length, seed)
-
-    return Cycle([corpus(name) for name in names], slot, slots)
+        if name not in HUB:
+            documents = [text for text in documents if not is_held_out(text)]
+        corpora.append(PackedDocuments(name, documents, tokenizer, length, seed))
+    return Cycle(corpora, slot, slots)
 
 
 def held_out_corpus(
@@ -149,8 +160,9 @@ def held_out_corpus(
     if name not in MEASURED:
         raise ValueError(f"corpus {name!r} has no held-out text; choose {', '.join(MEASURED)}")
     documents = read_documents(name, assets)
-    held_out = documents if name in HELD_OUT_ONLY else [text for text in documents if is_held_out(text)]
-    return PackedDocuments(f"{name} (held out)", held_out, tokenizer, length, seed)
+    if name not in HELD_OUT_ONLY:
+        documents = [text for text in documents if is_held_out(text)]
+    return PackedDocuments(f"{name} (held out)", documents, tokenizer, length, seed)
 
 
 def is_held_out(document: str) -> bool:
@@ -160,9 +172,12 @@ def is_held_out(document: str) -> bool:
 
 def special_prefix(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the ids that the tokenizer puts before a text: [BOS], [gMASK] and <sop> of GLM's, or often none."""
-    ids, text = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
-    places = (start for start in range(len(ids)) if ids[start : start + len(text)] == text)
-    return ids[: next(places, 0)]
+    ids = tokenizer("a").input_ids
+    text = tokenizer("a", add_special_tokens=False).input_ids
+    for start in range(len(ids)):
+        if ids[start : start + len(text)] == text:
+            return ids[:start]
+    return []
 
 
 def read_documents(name: str, assets: Path) -> Sequence[str]:
@@ -181,9 +196,13 @@ def read_documents(name: str, assets: Path) -> Sequence[str]:
     if not files:
         raise ValueError(f"{folder}: no texts in it; {MAKE}")
     texts = [read_text(file, MAKE) for file in files]
-    if name == "books":  # runs of paragraphs in order, so that a long sequence continues in the same book
-        return [run for text in texts for book in books_of(text) for run in _runs(book)]
-    return texts
+    if name != "books":
+        return texts
+    runs: list[str] = []
+    for text in texts:
+        for book in books_of(text):
+            runs += _runs(book)  # paragraphs in order, so that a long sequence continues in the same book
+    return runs
 
 
 def books_of(text: str) -> list[list[str]]:
@@ -207,9 +226,12 @@ def _paragraphs(assets: Path) -> list[str]:
     require_whole(assets, "qa/hotpotqa.json")
     if not file.is_file():
         raise ValueError(f"{file}: no such file; {MAKE}")
+    paragraphs = set()
     try:
-        items = read_json(file)
-        return sorted({f"{title}\n{''.join(sentences)}" for item in items for title, sentences in item["context"]})
+        for item in read_json(file):
+            for title, sentences in item["context"]:
+                paragraphs.add(f"{title}\n{''.join(sentences)}")
+        return sorted(paragraphs)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file}: holds no questions of HotpotQA ({error!r}); {MAKE}") from None
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,8 @@ def load_prompts(manifest: Path, task: str, count: int) -> list[Prompt]:
     entry = content["tasks"].get(task)
     if entry is None:
         reason = content["left_out"].get(task, "no such task")
-        raise ValueError(
-            f"{manifest}: holds no prompts of {task} ({reason}); name one of {', '.join(content['tasks'])}"
-        )
+        names = ", ".join(content["tasks"])
+        raise ValueError(f"{manifest}: holds no prompts of {task} ({reason}); name one of {names}")
     if content["examples"] < count:
         raise ValueError(f"{manifest}: has {content['examples']} examples per task, not {count}; {REMEDY}")
     file = manifest.parent / entry["file"]
@@ -77,7 +75,7 @@ def load_prompts(manifest: Path, task: str, count: int) -> list[Prompt]:
 
 # ---- right answers, as a model would have to write them after the prompt ---------------------------------------------
 
-SENTENCES = {
+ANSWER_SENTENCES = {
     "babilong_qa1": (r"Where is (.+)\?", r"The most recent location of \1 is {}."),
     "babilong_qa2": (r"Where is the (.+)\?", r"The \1 is in the {}."),
     "babilong_qa3": (r"Where was the (.+) before the (.+)\?", r"Before the \2 the \1 was in the {}."),
@@ -89,13 +87,16 @@ def gold_answer(task: str, doc: dict[str, Any]) -> str:
     """Returns the first right answer in the form that the prompt asks for, by its examples or its wording, without the
     blanks that separate it from the prompt.
     """
-    if task in SENTENCES:
-        return re.sub(*SENTENCES[task], doc["question"].strip(), count=1).format(doc["target"])
+    if task in ANSWER_SENTENCES:
+        pattern, sentence = ANSWER_SENTENCES[task]
+        of_question = re.sub(pattern, sentence, doc["question"].strip(), count=1)
+        return of_question.format(doc["target"])
     if "target" in doc:
         return doc["target"]
     if "answers" in doc:
         return doc["answers"][0].strip()
-    return LISTS.get(task, ", ".join)(doc["outputs"])
+    join = JOINING.get(task, ", ".join)
+    return join(doc["outputs"])
 
 
 def gold_continuation(task: str, doc: dict[str, Any]) -> str:
@@ -103,10 +104,20 @@ def gold_continuation(task: str, doc: dict[str, Any]) -> str:
     return BLANKS.get(task, " ") + gold_answer(task, doc)
 
 
-LISTS: dict[str, Callable[[Sequence[str]], str]] = {
-    "ruler_cwe": lambda words: " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1)),
-    "ruler_vt": " ".join, "ruler_qa_squad": itemgetter(0), "ruler_qa_hotpot": itemgetter(0),
-}  # fmt: skip
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+def _first(alternatives: Sequence[str]) -> str:
+    return alternatives[0]
+
+
+JOINING: dict[str, Callable[[Sequence[str]], str]] = {
+    "ruler_cwe": _numbered,
+    "ruler_vt": " ".join,
+    "ruler_qa_squad": _first,
+    "ruler_qa_hotpot": _first,
+}
 """How RULER's tasks join their outputs, if not with commas. Question answering takes one of several alternatives."""
 BLANKS = {"ruler_vt": "  "}
 """Blanks between prompt and answer, if not one: the example in the prompt of variable tracking has two."""

@@ -26,7 +26,7 @@ MODEL_FILES = (
     "USE_POLICY*",
 )  # fmt: skip
 """Patterns of the files that are fetched of a model: no pickles, no code."""
-AGAIN = "check the network and run prefetch again, which resumes"
+PREFETCH_AGAIN = "check the network and run prefetch again, which resumes"
 Model = tuple[str, str]
 """Name and revision."""
 
@@ -37,26 +37,19 @@ def prefetch(models: Iterable[Model], parts: Iterable[HubPart]) -> None:
     Raises:
         ValueError: a model or data set cannot be fetched, or is missing offline; names all of them in one line.
     """
-    from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     problems = []
     for name, revision in models:
         try:
-            if HF_HUB_OFFLINE:
-                problems += [] if is_cached(name, revision) else [f"model {name} at {revision}"]
-                continue
-            log.info("model %s", name)
-            with one_line_errors(name):
-                snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
-            if not is_cached(name, revision):
-                raise ValueError(f"{name}: has no safetensors weights; choose another model")
+            _fetch_model(name, revision)
         except ValueError as error:
             problems.append(str(error))
     for part in parts:
         try:
             log.info("data set %s", part)
-            log.info("data set %s: %d rows at commit %s", part, len(rows := hub_rows(part)), commit_of(rows))
+            rows = hub_rows(part)
+            log.info("data set %s: %d rows at commit %s", part, len(rows), commit_of(rows))
         except ValueError as error:
             problems.append(f"data set {part}" if HF_HUB_OFFLINE else str(error))
     if problems and HF_HUB_OFFLINE:
@@ -64,6 +57,22 @@ def prefetch(models: Iterable[Model], parts: Iterable[HubPart]) -> None:
         raise ValueError(f"offline, and the cache of the hub lacks: {'; '.join(problems)}: {remedy}")
     if problems:
         raise ValueError("; ".join(problems))
+
+
+def _fetch_model(name: str, revision: str) -> None:
+    """Fetches a model; offline, raises ValueError if it is not in the cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        if not is_cached(name, revision):
+            raise ValueError(f"model {name} at {revision}")
+        return
+    log.info("model %s", name)
+    with one_line_hub_errors(name):
+        snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
+    if not is_cached(name, revision):
+        raise ValueError(f"{name}: has no safetensors weights; choose another model")
 
 
 def is_cached(model: str, revision: str) -> bool:
@@ -75,8 +84,12 @@ def is_cached(model: str, revision: str) -> bool:
         return Path(path) if isinstance(path, str) else None
 
     index = cached("model.safetensors.index.json")
-    weights = ["model.safetensors"] if index is None else json.loads(index.read_text())["weight_map"].values()
-    return all(cached(name) is not None for name in {"config.json", *weights})
+    files = {"config.json"}
+    if index is None:
+        files.add("model.safetensors")
+    else:  # the file of each weight
+        files.update(json.loads(index.read_text())["weight_map"].values())
+    return all(cached(name) is not None for name in files)
 
 
 def hub_rows(part: HubPart) -> Dataset:
@@ -87,11 +100,11 @@ def hub_rows(part: HubPart) -> Dataset:
     """
     import datasets
 
-    with one_line_errors(part.data_set):
+    revision = REVISIONS.get(part.data_set)
+    with one_line_hub_errors(part.data_set):
         return datasets.load_dataset(
-            part.data_set, part.configuration, split=part.split, revision=REVISIONS.get(part.data_set),
-            trust_remote_code=False,
-        )  # fmt: skip
+            part.data_set, part.configuration, split=part.split, revision=revision, trust_remote_code=False
+        )
 
 
 def commit_of(rows: Dataset) -> str:
@@ -105,7 +118,7 @@ def commits_of(parts: Iterable[HubPart]) -> dict[str, str]:
 
 
 @contextmanager
-def one_line_errors(repository: str, remedy: str = AGAIN) -> Iterator[None]:
+def one_line_hub_errors(repository: str, remedy: str = PREFETCH_AGAIN) -> Iterator[None]:
     """Turns errors of the hub's libraries into a ValueError of one line without the token.
 
     Use it around calls of these libraries only: they raise a dozen unrelated classes, so it catches all exceptions.
@@ -121,13 +134,17 @@ def one_line_errors(repository: str, remedy: str = AGAIN) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
         message = _message(repository, error, remedy)
-        raise ValueError(message.replace(token, "(the token)") if (token := get_token()) else message) from None
+        token = get_token()
+        if token:
+            message = message.replace(token, "(the token)")
+        raise ValueError(message) from None
 
 
 def _message(repository: str, error: Exception, remedy: str) -> str:
     from huggingface_hub import errors
 
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else "no message"
     reason = f"{type(error).__name__}: {first}"
     if isinstance(error, errors.GatedRepoError) or "gated dataset" in first:
         access = "accept its licence on its page on the hub, then set HF_TOKEN or run `hf auth login`"

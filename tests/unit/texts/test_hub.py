@@ -30,7 +30,7 @@ from residual_mass.spec.tasks import BENCHMARKS, parts_of
 from residual_mass.spec.texts import BABILONG, ESSAYS, HUB, LONGBENCH, REVISIONS, HubPart
 from residual_mass.study.prefetch import hub_needs, missing
 from residual_mass.texts.corpora import held_out_corpus, training_corpus
-from residual_mass.texts.hub import commits_of, one_line_errors, prefetch
+from residual_mass.texts.hub import commits_of, one_line_hub_errors, prefetch
 
 PROMPTS = PromptsSpec("babilong", "4k", "bytes", "", "", "hub", "hub", examples=9, seed=0, recipe=1)
 TOKEN = "hf_never_to_be_seen"
@@ -181,7 +181,7 @@ def test_weights_must_be_safetensors_and_errors_do_not_hold_the_token(hub: Small
     assert line.startswith(f"{MODEL}: cannot be fetched (") and line.endswith("prefetch again, which resumes")
 
     def ask() -> None:
-        with one_line_errors(MODEL):
+        with one_line_hub_errors(MODEL):
             raise ConnectionError(f"the proxy refused Bearer {TOKEN}")
 
     assert "the proxy refused Bearer (the token)" in error_of(ask)
