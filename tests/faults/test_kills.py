@@ -24,7 +24,7 @@ from tests.faults.conftest import Undisturbed
 from tests.faults.stages import ENVIRONMENT, NAMES
 
 from residual_mass import cli
-from residual_mass.benchmarks.store import GENERATED, RowStore
+from residual_mass.benchmarks.store import GENERATED_FIELDS, RowStore
 from residual_mass.files import locked
 
 KILLS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
@@ -175,7 +175,7 @@ def test_one_that_starts_while_another_is_at_work_is_refused(
     """This process is the other one."""
     stage, out, log = all_stages[name], tmp_path / "out", tmp_path / "log"
     file = out / next(iter(stage.files.values()))
-    with locked(file) if name == "train" else RowStore(file, GENERATED):
+    with locked(file) if name == "train" else RowStore(file, GENERATED_FIELDS):
         assert stages.run(stage, out, log) == 2
     assert log.read_text().splitlines()[-1] == f"residual_mass {name}: error: {file}: {REFUSED}"
     assert stage.made(out) == {}

@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests.records import recorded as with_record
 
-from residual_mass.benchmarks.store import GENERATED, RowStore
+from residual_mass.benchmarks.store import GENERATED_FIELDS, RowStore
 from residual_mass.files import (
     jsonl,
     read_csv,
@@ -49,7 +49,7 @@ def write_maps(path: Path) -> None:
 
 
 def read_store(path: Path) -> None:
-    with RowStore(path, GENERATED) as rows:
+    with RowStore(path, GENERATED_FIELDS) as rows:
         assert all(isinstance(key, str) for key in rows.rows)
 
 

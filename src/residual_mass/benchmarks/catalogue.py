@@ -59,7 +59,8 @@ def sentence_tables(nltk_data: Path) -> Path:
 
 def seeded(seed: int, task: str, length: int) -> int:
     """Returns a 32-bit seed for one task at one length."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {task} {length}".encode()).digest()[:4])
+    digest = hashlib.sha256(f"{seed} {task} {length}".encode()).digest()
+    return int.from_bytes(digest[:4])
 
 
 # ---- scores of one generation ----------------------------------------------------------------------------------------
@@ -121,13 +122,16 @@ def _stay_in(benchmark: str, text: str, references: Iterable[str]) -> bool:
     for the Greek capital sigma, whose lower case depends on whether a letter follows; hence both forms.
     """
     cleaned = _cleaned(benchmark, text)
-    at_end, before_letter = cleaned.lower(), f"{cleaned}a".lower()[:-1]
-    return all(reference.lower() in form for reference in references for form in (at_end, before_letter))
+    at_end = cleaned.lower()
+    before_letter = f"{cleaned}a".lower()[:-1]
+    words = [reference.lower() for reference in references]
+    return all(word in at_end and word in before_letter for word in words)
 
 
 def _named_labels(task: str, doc: Doc, text: str) -> set[str]:
     """Returns the labels of the task in the answer, without those of the question, which are never the target."""
-    answer, question = text.lower(), doc["question"].lower()
+    answer = text.lower()
+    question = doc["question"].lower()
     for end in ANSWER_ENDS:
         answer = answer.partition(end)[0]
     return {label for label in BABILONG_LABELS[task] if label in answer and label not in question}

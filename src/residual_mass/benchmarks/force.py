@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 PER_TOKEN = ("token", "nll", "full_nll", "kl", "same_top", "first")
 """Values of a stored row that are lists with one entry per token."""
-STORED = frozenset({"key", "k", *PER_TOKEN})
+FORCED_FIELDS = frozenset({"key", "k", *PER_TOKEN})
 NATS_DECIMALS = 9
 """Decimal places of stored nats."""
 
@@ -86,8 +86,8 @@ class Continuation:
     def key(self, spec: ForceSpec, arm: ArmSpec, state: str, identity: str, shas: Mapping[str, str]) -> str:
         answer = None if self.answer is None else sha256_text(json.dumps(self.answer))
         prompt = sha256_text(json.dumps(self.prompt))
-        own = {"prompt": prompt, "answer": answer, "limit": self.limit, "state": state}
-        return row_key(spec, arm, identity, shas, self.nominal_length, **own)
+        of_text = {"prompt": prompt, "answer": answer, "limit": self.limit, "state": state}
+        return row_key(spec, arm, identity, shas, self.nominal_length, **of_text)
 
     @property
     def name(self) -> str:
@@ -153,17 +153,18 @@ def write_forced(
         Numbers of rows and the device, for the record.
     """
     shas = {label: sha256_of(path) for label, path in maps.items()}
-    wanted = []
+    rows = []
     for continuation in continuations:
         for state, arm in continuation.rows:
             key = continuation.key(spec, arm, _form(state, arm, packed), identity, shas)
-            wanted.append(ForcedRow(continuation, arm, state, key))
-    with RowStore(store, STORED) as rows:
-        missing = [row for row in wanted if row.key not in rows.rows]
-        log.info("%d of %d rows to compute; %d in %s", len(missing), len(wanted), len(rows.rows), store)
-        device = _compute(spec, load(), maps, missing, rows, packed) if missing else None
-        write_parquet(out, pd.DataFrame(_token_rows(wanted, rows, shas), columns=list(FORCED_COLUMNS)))
-    return {"rows": len(wanted), "rows_computed": len(missing), "device": device}
+            rows.append(ForcedRow(continuation, arm, state, key))
+    with RowStore(store, FORCED_FIELDS) as stored:
+        missing = [row for row in rows if row.key not in stored.rows]
+        log.info("%d of %d rows to compute; %d in %s", len(missing), len(rows), len(stored.rows), store)
+        device = _compute(spec, load(), maps, missing, stored, packed) if missing else None
+        tokens = pd.DataFrame(_token_rows(rows, stored, shas), columns=list(FORCED_COLUMNS))
+        write_parquet(out, tokens)
+    return {"rows": len(rows), "rows_computed": len(missing), "device": device}
 
 
 def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
@@ -185,7 +186,8 @@ def following(
     """
     length = tokens_of(spec.length)
     for index, ids in enumerate(sequences):
-        prompt, answer = tuple(ids[: length + 1]), tuple(ids[length + 1 :])
+        prompt = tuple(ids[: length + 1])
+        answer = tuple(ids[length + 1 :])
         if rows:
             yield Continuation(text, "", index, FOLLOWING, prompt, answer, spec.tokens, length, rows)
         for place in range(spec.drafts):  # from the last place back, so that prefixes hardly differ in length
@@ -204,11 +206,13 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
                 right = gold_answer if asked.chat_template else gold_continuation  # no blank follows a template
                 gold = tokenizer(right(task, prompt.doc), add_special_tokens=False).input_ids[: spec.tokens]
                 nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
-                place, ids = (asked.benchmark, task, prompt.index), tuple(example.ids)
-                decoded = nominal, spec.rows_of_answer
+                place = (asked.benchmark, task, prompt.index)
+                ids = tuple(example.ids)
+                rows = spec.rows_of_answer
                 if gold:  # an empty answer has no token to measure
-                    yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), *decoded)
-                yield Continuation(*place, GREEDY, ids, None, min(example.limit, spec.tokens), *decoded)
+                    yield Continuation(*place, GOLD, ids, tuple(gold), len(gold), nominal, rows)
+                limit = min(example.limit, spec.tokens)
+                yield Continuation(*place, GREEDY, ids, None, limit, nominal, rows)
 
 
 def _form(state: str, arm: ArmSpec, packed: Collection[str]) -> str:
@@ -243,9 +247,11 @@ def _compute(
     with tqdm(total=len(missing), unit="row") as bar:
         for (prompt, nominal), group in groupby(missing, prompt_of):
             rows = list(group)
-            bar.set_postfix_str(name := rows[0].continuation.name)
+            name = rows[0].continuation.name
+            bar.set_postfix_str(name)
+            arms = dict.fromkeys(row.arm for row in rows)
             try:
-                decoder = ForcedDecoder(engine(tuple(dict.fromkeys(row.arm for row in rows)), nominal), prompt[:-1])
+                decoder = ForcedDecoder(engine(tuple(arms), nominal), prompt[:-1])
                 for done in _rows(decoder, rows, packed):
                     store.append(done)
                     bar.update(len(done))
@@ -254,39 +260,45 @@ def _compute(
     return backbone.device
 
 
-def _check_vocabulary(spec: ForceSpec, model: Any, wanted: Sequence[ForcedRow]) -> None:
+def _check_vocabulary(spec: ForceSpec, model: Any, rows: Sequence[ForcedRow]) -> None:
     """Raises ValueError where the tokenizer knows tokens that the model does not."""
-    known = model.get_input_embeddings().num_embeddings
-    largest = max(max(*row.continuation.prompt, *(row.continuation.answer or ())) for row in wanted)
-    if largest >= known:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    largest = 0
+    for row in rows:
+        largest = max(largest, *row.continuation.prompt, *(row.continuation.answer or ()))
+    if largest >= vocabulary:
         raise ValueError(
-            f"{spec.backbone.name}: the texts hold token {largest}, but the model has {known} tokens; give the model "
-            "the tokenizer that it was trained with"
+            f"{spec.backbone.name}: the texts hold token {largest}, but the model has {vocabulary} tokens; give the "
+            "model the tokenizer that it was trained with"
         )
 
 
-def _rows(decoder: ForcedDecoder, wanted: Sequence[ForcedRow], packed: Collection[str]) -> Iterator[list[StoredRow]]:
+def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow], packed: Collection[str]) -> Iterator[list[StoredRow]]:
     """Yields the rows of one prompt's continuations, all of a state together: a resumed run then decodes the same arms
     together, and rounds as an undisturbed one.
     """
     caches = PackedPrompt(decoder)
-    for continuation in dict.fromkeys(row.continuation for row in wanted):
-        prompt, answer = continuation.prompt, continuation.answer
-        answer = tuple(decoder.greedy(prompt[-1], continuation.limit)) if answer is None else answer
-        tokens, targets = (prompt[-1], *answer[:-1]), torch.tensor(answer, device=decoder.engine.backbone.device)
+    for continuation in dict.fromkeys(row.continuation for row in missing):
+        last = continuation.prompt[-1]
+        answer = continuation.answer
+        if answer is None:
+            answer = tuple(decoder.greedy(last, continuation.limit))
+        tokens = (last, *answer[:-1])
+        targets = torch.tensor(answer, device=decoder.engine.backbone.device)
         logits, layers = decoder.full(tokens)
         full = logits.double().log_softmax(-1)
         del logits
         for state in dict.fromkeys(state for state, _ in continuation.rows):
-            rows = [row for row in wanted if row.continuation == continuation and row.state == state]
-            own = packed if state == OWN else ()
-            partial = [row.arm for row in rows if not row.arm.is_full and row.arm.method not in own]
-            by_arm = decoder.logits(partial, tokens, layers if state == DENSE else None)
+            rows = [row for row in missing if row.continuation == continuation and row.state == state]
+            from_caches = packed if state == OWN else ()
+            partial = [row.arm for row in rows if not row.arm.is_full]
+            in_torch = [arm for arm in partial if arm.method not in from_caches]
+            by_arm = decoder.logits(in_torch, tokens, layers if state == DENSE else None)
             done = []
             for row in rows:
                 log_p = full
                 if not row.arm.is_full:
-                    logits = caches.logits(row.arm, tokens) if row.arm.method in own else next(by_arm)
+                    logits = caches.logits(row.arm, tokens) if row.arm.method in from_caches else next(by_arm)
                     log_p = logits.double().log_softmax(-1)
                 measures = token_measures(full, log_p, targets)
                 done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **measures})
@@ -308,24 +320,43 @@ def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[
     def of_answer(log_p: Tensor) -> Tensor:
         return -log_p.gather(-1, answer.unsqueeze(-1)).squeeze(-1)
 
+    def rounded(nats: Tensor) -> list[float]:
+        return [round(value, NATS_DECIMALS) for value in nats.tolist()]
+
     top = arm.argmax(-1)
-    nats = {"nll": of_answer(arm), "full_nll": of_answer(full), "kl": (full.exp() * (full - arm)).sum(-1)}
-    flags = {"same_top": top == full.argmax(-1), "first": top == answer}
-    rounded = {name: [round(value, NATS_DECIMALS) for value in values.tolist()] for name, values in nats.items()}
-    return rounded | {name: values.tolist() for name, values in flags.items()}
+    kl = (full.exp() * (full - arm)).sum(-1)
+    return {
+        "nll": rounded(of_answer(arm)),
+        "full_nll": rounded(of_answer(full)),
+        "kl": rounded(kl),
+        "same_top": (top == full.argmax(-1)).tolist(),
+        "first": (top == answer).tolist(),
+    }
 
 
-def _token_rows(wanted: Sequence[ForcedRow], store: RowStore, shas: dict[str, str]) -> Iterator[StoredRow]:
-    for forced in wanted:
-        row, arm, place = store.rows[forced.key], forced.arm, forced.continuation
-        about = {
-            "text": place.text, "task": place.task, "index": place.index, "continuation": place.kind,
-            "state": forced.state, "method": arm.method, "budget_percent": arm.budget_percent, "maps": arm.maps or "",
-            "phi_sha": shas[arm.maps] if arm.maps else "", "k": row["k"],
-        }  # fmt: skip
-        tokens = place.answer or row["token"]
-        per_token = {name: row[name] for name in PER_TOKEN} | {"token": tokens, "seen": list(place.seen(tokens))}
+def _token_rows(rows: Sequence[ForcedRow], store: RowStore, shas: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Yields the stored rows token by token, in FORCED_COLUMNS."""
+    for forced in rows:
+        stored = store.rows[forced.key]
+        arm = forced.arm
+        continuation = forced.continuation
+        of_row = {
+            "text": continuation.text,
+            "task": continuation.task,
+            "index": continuation.index,
+            "continuation": continuation.kind,
+            "state": forced.state,
+            "method": arm.method,
+            "budget_percent": arm.budget_percent,
+            "maps": arm.maps or "",
+            "phi_sha": shas[arm.maps] if arm.maps else "",
+            "k": stored["k"],
+        }
+        # The tokens of a given answer are taken from it, so that no damage of the store reaches later stages.
+        tokens = continuation.answer or stored["token"]
+        per_token = {name: stored[name] for name in PER_TOKEN}
+        per_token |= {"token": tokens, "seen": list(continuation.seen(tokens))}
         if len({len(values) for values in per_token.values()}) > 1:
             raise ValueError(f"{store.path}: row {forced.key} has lists of different lengths; {ROW_REMEDY}")
         for position, values in enumerate(zip(*per_token.values(), strict=True)):
-            yield {**about, "position": position, **dict(zip(per_token, values, strict=True))}
+            yield {**of_row, "position": position, **dict(zip(per_token, values, strict=True))}

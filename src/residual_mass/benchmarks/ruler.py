@@ -108,11 +108,11 @@ def _reading(data: Sources, scope: Scope) -> Scope:
             return re.sub(r"\s+", " ", data.essays()).split(" ")
         return harness_haystack(type_haystack)
 
-    readers = {
-        reader: partial(scope[reader].__wrapped__, str(data.questions / name))  # without its cache
-        for reader, (name, _) in QUESTIONS.items()
-        if reader in scope
-    }
+    readers = {}
+    for reader, (name, _) in QUESTIONS.items():
+        if reader in scope:
+            read = scope[reader].__wrapped__  # without its cache
+            readers[reader] = partial(read, str(data.questions / name))
     return {**readers, "download_json": lambda path: read_json(Path(path)), "get_haystack": haystack}
 
 
@@ -144,7 +144,8 @@ def _refuse_endless(scope: Scope, tokenizer: Any, length: int) -> None:
 
     make = scope.get("generate_input_output")
     if "sys_vartrack_w_noise_random" in scope:
-        needed, in_context = 500 + 30 + size(make(10, 1, 4)[0]), 30 + size(make(5, 1, 4, is_icl=True)[0])
+        needed = 500 + 30 + size(make(10, 1, 4)[0])
+        in_context = 30 + size(make(5, 1, 4, is_icl=True)[0])
         fits = needed + MARGIN <= length and in_context + MARGIN <= 500
     elif "sys_word_pair_random" in scope:
         example, text, answer = make(10, length)

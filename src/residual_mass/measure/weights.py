@@ -15,8 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from residual_mass.benchmarks.force import STORED, token_measures
-from residual_mass.benchmarks.store import Row, RowStore
+from residual_mass.benchmarks.force import FORCED_FIELDS, token_measures
+from residual_mass.benchmarks.store import RowStore, StoredRow
 from residual_mass.files import sha256_text
 from residual_mass.measure.arguments import Arguments
 from residual_mass.measure.documents import Text
@@ -38,7 +38,7 @@ def weights_cost(
         to bfloat16, so the KL of a method can hardly be smaller than that.
     """
     lines = []
-    with RowStore(store, STORED) as rows:
+    with RowStore(store, FORCED_FIELDS) as rows:
         for text in texts:
             costs = [_keyed(sequence, args.tokens, loaded, packed) for sequence in text.sequences]
             for keys, sequence in tqdm(zip(costs, text.sequences, strict=True), desc=f"weights, {text.name}"):
@@ -53,7 +53,7 @@ def weights_cost(
     return pd.DataFrame(lines, columns=["text", "kl", "ci_low", "ci_high", "same_top", "rounding"])
 
 
-def _by_document(rows: Sequence[Row]) -> np.ndarray:
+def _by_document(rows: Sequence[StoredRow]) -> np.ndarray:
     """Returns the mean KL of each row; rounding can make it negative."""
     return np.array([np.mean(row["kl"]) for row in rows]).clip(0)
 
@@ -65,7 +65,7 @@ def _keyed(sequence: Sequence[int], tokens: int, loaded: Backbone, packed: Backb
     return of_weights, sha256_text(json.dumps(["in two passes, from one", *facts]))
 
 
-def _rows(keys: tuple[str, str], sequence: Sequence[int], tokens: int, loaded: Backbone, packed: Backbone) -> list[Row]:
+def _rows(keys: tuple[str, str], sequence: Sequence[int], tokens: int, loaded: Backbone, packed: Backbone) -> list[StoredRow]:
     answer = torch.tensor(sequence[-tokens:])
     whole = _log_p(packed, sequence, tokens)
     in_two = _log_p(packed, sequence, tokens, len(sequence) - 1 - tokens)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from tests.unit.model.test_forced import MaskedTopK
 
 from residual_mass.benchmarks import force
 from residual_mass.benchmarks.catalogue import harness_requests
-from residual_mass.benchmarks.store import Row, RowStore
+from residual_mass.benchmarks.store import RowStore, StoredRow
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.files import sha256_of
 from residual_mass.model.hook import attention_hook
@@ -345,7 +346,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     """With so many rows in the store, and the next one torn: after a state of a document, and a prompt."""
     append = RowStore.append
 
-    def interrupted(store: RowStore, rows: list[Row]) -> None:
+    def interrupted(store: RowStore, rows: list[StoredRow]) -> None:
         append(store, rows)
         if len(store.rows) == whole:
             raise KeyboardInterrupt
@@ -381,7 +382,7 @@ def test_what_is_added_is_all_that_is_computed(spec: ForceSpec, begun: Stage, un
 
 
 def test_maps_and_models_that_do_not_fit_are_named(
-    spec: ForceSpec, stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spec: ForceSpec, stage: Stage, backbone: Backbone, tmp_path: Path
 ) -> None:
     spec = replace(spec, documents=1, asked=())
     with refused("arm topk_phi: maps '512' is not in spec.maps, which has 1k"):
@@ -392,13 +393,11 @@ def test_maps_and_models_that_do_not_fit_are_named(
     stage.phi[1] = recorded(tmp_path / "wrong.safetensors")
     with refused("books document 0: the logits of the continuation under topk_phi with the maps 512, from layer 1 on"):
         stage(spec)
-
-    def narrow(*given: Any) -> Backbone:
-        backbone = load_backbone(*given)
-        backbone.model.resize_token_embeddings(300)
-        return backbone
-
-    monkeypatch.setattr(force, "load_backbone", narrow)
+    shutil.copytree(stage.assets, tmp_path / "assets")
+    stage.assets = tmp_path / "assets"
+    narrow = copy.deepcopy(backbone.model)
+    narrow.resize_token_embeddings(300)
+    narrow.save_pretrained(stage.assets / "models" / "tiny-llama")
     with refused("tiny: the texts hold token ", ", but the model has 300 tokens; give the model the tokenizer that"):
         stage(spec)
     assert not stage.out.exists()
