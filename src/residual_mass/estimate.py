@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from residual_mass.files import read_json
-from residual_mass.spec.sections import parsed
+from residual_mass.spec.parsing import parsed
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import ForceSpec, Job, read_jobs
 from residual_mass.spec.tasks import task_named, tasks_of

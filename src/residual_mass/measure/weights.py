@@ -46,7 +46,9 @@ def weights_cost(
                     rows.append(_rows(keys, sequence, args.tokens, loaded, packed))
             of_weights = [rows.rows[key] for key, _ in costs]
             kl = _by_document(of_weights)
-            low, high = (math.nan, math.nan) if len(kl) == 1 else skewed_interval([kl])
+            low = high = math.nan
+            if len(kl) > 1:
+                low, high = skewed_interval([kl])
             same = np.mean([row["same_top"] for row in of_weights])
             rounding = _by_document([rows.rows[key] for _, key in costs]).mean()
             lines.append((text.name, kl.mean(), low, high, same, rounding))
@@ -65,7 +67,9 @@ def _keyed(sequence: Sequence[int], tokens: int, loaded: Backbone, packed: Backb
     return of_weights, sha256_text(json.dumps(["in two passes, from one", *facts]))
 
 
-def _rows(keys: tuple[str, str], sequence: Sequence[int], tokens: int, loaded: Backbone, packed: Backbone) -> list[StoredRow]:
+def _rows(
+    keys: tuple[str, str], sequence: Sequence[int], tokens: int, loaded: Backbone, packed: Backbone
+) -> list[StoredRow]:
     answer = torch.tensor(sequence[-tokens:])
     whole = _log_p(packed, sequence, tokens)
     in_two = _log_p(packed, sequence, tokens, len(sequence) - 1 - tokens)

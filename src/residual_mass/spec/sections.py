@@ -1,25 +1,19 @@
-"""Every key of the configuration with its type, bounds and meaning, and how pydantic reads them. Specs inherit from
-sections, so that a key is declared once.
+"""Every key of the configuration with its type, bounds and meaning. Specs inherit from sections, so that a key is
+declared once.
 
 Without pydantic, as in the GPU check, types and bounds are not checked.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import reprlib
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from residual_mass.spec.settings import MapSpec, Settings
 from residual_mass.spec.texts import MEASURED, PROMPT_PACKS, TRAINED
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter, ValidationError
-
     TrainedText = HeldOutText = MeasuredText = str
 else:
     TrainedText, HeldOutText = Literal[TRAINED], Literal[MEASURED]
@@ -42,7 +36,6 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Item = TypeVar("Item")
-Parsed = TypeVar("Parsed")
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -429,76 +422,13 @@ class Figure(Settings):
 
     def of(self, *keys: str) -> tuple[str, ...]:
         """Returns the values of these keys; a key that the figure does not have adds none."""
-        fields = (getattr(self, key) for key in keys)
-        return tuple(value for field in fields for value in ((field,) if isinstance(field, str) else field) if value)
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
-"""Types of pydantic's errors for an unknown key."""
-
-
-@cache
-def adapter(settings: type[Parsed]) -> TypeAdapter[Parsed]:
-    from pydantic import TypeAdapter  # only here: the GPU check makes its specs without it
-
-    return TypeAdapter(settings)
-
-
-def parsed(settings: type[Parsed], data: Any, where: str = "") -> Parsed:
-    """Returns `data`, which is JSON text or the values of YAML or JSON, as an instance of `settings`.
-
-    Args:
-        where: prefix of the keys in messages.
-
-    Raises:
-        ValueError: a key is unknown, missing or wrong; one line that names it.
-    """
-    from pydantic import ValidationError
-
-    try:
-        instance = adapter(settings).validate_json(data if isinstance(data, str) else json.dumps(data))
-        if isinstance(data, str):
-            json.loads(data, object_pairs_hook=_without_doubles)
-    except ValidationError as error:
-        raise ValueError(_message(settings, error, where)) from None
-    except (TypeError, ValueError) as error:  # for example a date in YAML
-        raise ValueError(f"{where}not a value of JSON ({error})") from None
-    return instance
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> None:
-    keys = [key for key, _ in pairs]
-    if doubled := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"key {doubled} comes twice")
-
-
-def _message(settings: type[Any], error: ValidationError, where: str) -> str:
-    errors = error.errors(include_url=False)
-    first = next((e for e in errors if e["type"] in UNKNOWN), errors[0])  # the key that a typo replaces is missing, too
-    path = [" ".join(str(part).split()) for part in first["loc"] if part != "[key]"]
-    place = f"{where}{'.'.join(path)}".rstrip(".: ")
-    words = {"missing": "missing key", "value_error": str(first.get("ctx", {}).get("error"))}
-    if first["type"] in UNKNOWN:
-        section = schema = adapter(settings).json_schema()
-        for name in path[:-1]:
-            if name in section.get("properties", {}):
-                section = section_of(section["properties"][name], schema["$defs"])
-        similar = get_close_matches(path[-1], section.get("properties", {}), n=1)
-        words[first["type"]] = f"unknown key (did you mean {similar[0]}?)" if similar else "unknown key"
-    problem = words.get(first["type"]) or f"{first['msg']}, not {reprlib.repr(first['input'])}"
-    hint = "`python -m residual_mass.study.reference` explains the keys"
-    return f"{f'{place}: ' if place else ''}{problem}; {hint}"
+        found: list[str] = []
+        for key in keys:
+            value = getattr(self, key)
+            found += [value] if isinstance(value, str) else value
+        return tuple(value for value in found if value)
 
 
 def fields_of(section: type[Settings], values: Settings) -> dict[str, Any]:
     """Returns the fields of a section from an instance of it, for a spec that inherits from the section."""
     return {field.name: getattr(values, field.name) for field in fields(section)}  # type: ignore[arg-type]
-
-
-def section_of(key: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """Returns the JSON schema of the section that a key or each value of its mapping holds; empty if there is none."""
-    inner = next(iter(key.get("patternProperties", {}).values()), key.get("additionalProperties")) or key
-    named = next((option["$ref"] for option in inner.get("anyOf", [inner]) if "$ref" in option), "")
-    return sections.get(named.rpartition("/")[2], {})

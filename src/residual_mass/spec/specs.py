@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from residual_mass.files import read_json
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.columns import DENSE, OWN
+from residual_mass.spec.parsing import parsed
 from residual_mass.spec.sections import (
     BackboneSettings,
     Continuations,
@@ -21,7 +22,6 @@ from residual_mass.spec.sections import (
     Resampling,
     Sampling,
     TrainingSettings,
-    parsed,
 )
 from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec, Settings
 

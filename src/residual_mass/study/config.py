@@ -17,6 +17,7 @@ from residual_mass.spec import sections
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.figures import FIGURES, kind_of
 from residual_mass.spec.labels import PAPER_METHODS, PUBLISHED, TOPK
+from residual_mass.spec.parsing import parsed
 from residual_mass.spec.sections import (
     Count,
     Distinct,
@@ -28,7 +29,6 @@ from residual_mass.spec.sections import (
     OneOrMore,
     Percent,
     ShortName,
-    parsed,
 )
 from residual_mass.spec.settings import AnchorSpec, Settings, maps_label, tokens_of
 from residual_mass.spec.tasks import tasks_of

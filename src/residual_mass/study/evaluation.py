@@ -14,7 +14,8 @@ from residual_mass.recipes import RECIPES
 from residual_mass.spec import paths, specs
 from residual_mass.spec.arms import ArmSpec, identities_of
 from residual_mass.spec.columns import decoding_words
-from residual_mass.spec.sections import Continuations, Decoding, Resampling, TrainingSettings, fields_of, parsed
+from residual_mass.spec.parsing import parsed
+from residual_mass.spec.sections import Continuations, Decoding, Resampling, TrainingSettings, fields_of
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.tasks import tasks_of
 from residual_mass.study.checkout import Checkout, Wildcards, Work, maps_specs, require_known

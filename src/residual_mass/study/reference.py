@@ -15,7 +15,7 @@ from typing import Any
 
 from residual_mass.spec import sections
 from residual_mass.spec.figures import FIGURES
-from residual_mass.spec.sections import adapter, section_of
+from residual_mass.spec.parsing import adapter, section_of
 from residual_mass.spec.texts import ASSETS, HUB, MEASURED, PROMPT_PACKS, TRAINED
 from residual_mass.study.config import Main, Study
 
