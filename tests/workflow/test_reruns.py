@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,22 +87,22 @@ def test_a_bumped_recipe_runs_what_depends_on_it(recipe: str, finished: Path) ->
         assert set(planned(finished)) == BUMPED[recipe]
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("file", "jobs"),
     [
         ("paper_tables/templates/ruler_sweep.tex.j2", OF_A_TABLE),
-        ("paper_tables/templates/numbers.tex.j2", {"numbers": 1, "document": 1}),
         ("paper_tables/templates/main.tex.j2", {"document": 1}),
-        ("paper_tables/templates/report.html.j2", {"report": 1}),
         ("results/ruler_smol_1k.csv", OF_A_TABLE | {"table": TABLES_OF_RULER_1K}),
-        ("results/ablation_loss_smol.csv", OF_A_TABLE),
+        ("results/diagnostics/heads_smol_cwe_1k.parquet", OF_A_TABLE | {"figure": 2, "findings": 1}),
+        slow("paper_tables/templates/numbers.tex.j2", {"numbers": 1, "document": 1}),
+        slow("paper_tables/templates/report.html.j2", {"report": 1}),
+        slow("results/ablation_loss_smol.csv", OF_A_TABLE),
         # The paper has no such table.
-        ("results/runtime_smol.csv", {"table": 1, "numbers": 1, "document": 1, "report": 1}),
-        ("results/diagnostics/accounting_smol.csv", OF_A_TABLE),
-        (
-            "results/diagnostics/heads_smol_cwe_1k.parquet",
-            OF_A_TABLE | {"figure": 2, "findings": 1},
-        ),
+        slow("results/runtime_smol.csv", {"table": 1, "numbers": 1, "document": 1, "report": 1}),
+        slow("results/diagnostics/accounting_smol.csv", OF_A_TABLE),
     ],
 )
 def test_a_change_renders_what_shows_it(file: str, jobs: dict[str, int], finished: Path) -> None:

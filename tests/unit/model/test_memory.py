@@ -27,7 +27,13 @@ def live() -> dict[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("cache", "pad", "fold"), [("dynamic", 0, None), ("dynamic", 30, 2), ("static", 0, 2), ("static", 30, None)]
+    ("cache", "pad", "fold"),
+    [
+        ("dynamic", 0, None),
+        ("static", 30, 2),
+        pytest.param("dynamic", 30, 2, marks=pytest.mark.slow),
+        pytest.param("static", 0, None, marks=pytest.mark.slow),
+    ],
 )
 def test_keys_and_values_are_held_once(cache: str, pad: int, fold: int | None) -> None:
     """By the cache: beside it top-K keeps masks of the prompt's tokens, and the indices of its anchors."""

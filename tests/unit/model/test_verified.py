@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.needs import KERNELS, needs
 from tests.unit.model.families import FAMILIES, Family, cases
-from tests.unit.model.test_families import FEW, WORKING, ids_of
+from tests.unit.model.test_families import AS_OTHERS, FEW, WORKING, ids_of
 from tests.unit.model.test_packed import model as wide_model  # noqa: F401  # a fixture: heads that the kernels serve
 from tests.unit.model.test_packed import prompt
 from torch import Tensor
@@ -76,8 +76,8 @@ def plain(model: PreTrainedModel, ids: Tensor, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("method", "verify"),
-    [(method, verify) for method in DRAFTING for verify in (1, 3)]
-    + [(method, verify) for method in (MOMENTS, RIGHT, WRONG) for verify in (2, 5, 22, 23, 63)],
+    [(method, 3) for method in DRAFTING]
+    + [(method, verify) for method in (MOMENTS, RIGHT, WRONG) for verify in (1, 2, 22, 23, 63)],
     ids=lambda one: getattr(one, "name", None),
 )
 def test_the_text_is_full_attentions(model: PreTrainedModel, method: Method, verify: Any) -> None:
@@ -92,7 +92,7 @@ def test_the_text_is_full_attentions(model: PreTrainedModel, method: Method, ver
         assert sum(each.accepted for each in passes) <= 2, "but by chance"
 
 
-@cases(WORKING)
+@cases(WORKING, slow=AS_OTHERS)
 def test_families(family: Family) -> None:
     """Those with windows keep whole caches, and those with recurrent states are refused."""
     model = family.build()
@@ -123,8 +123,9 @@ class AfterSum(StoppingCriteria):
 
 @pytest.mark.parametrize("method", [MOMENTS, RIGHT], ids=lambda method: method.name)
 def test_it_stops_where_generate_stops(model: PreTrainedModel, method: Method) -> None:
+    """At every place of the first two passes."""
     ids, expected = ids_of(60), plain(model, ids_of(60))
-    for at in range(60, 60 + NEW):
+    for at in range(60, 60 + 12):
         after = StoppingCriteriaList([AfterSum(60, int(expected[0, 60:at].sum()))])
         for options in ({"eos_token_id": [int(expected[0, at]), 98]}, {"stopping_criteria": after}):
             assert torch.equal(verified(model, ids, method, 5, **options), plain(model, ids, **options))
