@@ -27,15 +27,6 @@ from residual_mass.texts.frozen_prompts import load_prompts
 TASKS = ("ruler_cwe", "ruler_vt")
 
 
-class Needed(Exception):
-    """That a row is to be computed."""
-
-
-def needed(*_: Any) -> None:
-    """In place of a model."""
-    raise Needed
-
-
 @pytest.fixture(scope="session")
 def spec(backbone_spec: BackboneSpec) -> GenerateSpec:
     return GenerateSpec(
@@ -80,6 +71,16 @@ def finished(
 @pytest.fixture
 def stage(benchmark_assets: Path, manifest: Path, phi: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(benchmark_assets, manifest, phi, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def no_model(benchmark_assets: Path, tmp_path: Path) -> Path:
+    """An assets folder with the model's weights, which have their identity, and a configuration that names no model."""
+    assets = tmp_path / "assets"
+    shutil.copytree(benchmark_assets, assets)
+    (config,) = assets.glob("models/*/config.json")
+    config.write_text("{}")
+    return assets
 
 
 @pytest.fixture
@@ -152,13 +153,13 @@ def test_what_a_key_stands_for_is_not_read_from_the_store(
     ],
 )  # fmt: skip
 def test_what_determines_a_row_is_in_its_key(
-    spec: GenerateSpec, begun: Stage, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    spec: GenerateSpec, begun: Stage, change: dict[str, Any], no_model: Path
 ) -> None:
     """A stored row is given without a model, and another one needs it."""
-    monkeypatch.setattr(generate, "load_backbone", needed)
+    begun.assets = no_model
     spec = replace(spec, tasks=("ruler_vt",), examples=1, arms=(ArmSpec("topk", 3.0),))
     assert len(begun(spec)) == 1
-    with pytest.raises(Needed):
+    with refused("tiny-llama: cannot be loaded"):
         begun(replace(spec, **change))
 
 
@@ -188,9 +189,9 @@ def test_maps_are_told_apart_by_their_content(spec: GenerateSpec, begun: Stage, 
     ],
 )
 def test_wrong_request_is_refused_before_any_model_is_loaded(
-    spec: GenerateSpec, stage: Stage, change: Any, complaint: str, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(generate, "load_backbone", needed)
+    spec: GenerateSpec, stage: Stage, change: Any, complaint: str, no_model: Path
+) -> None:
+    stage.assets = no_model
     with refused(complaint):
         stage(replace(spec, **change))
     assert not stage.out.exists()
