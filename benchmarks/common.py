@@ -1,10 +1,8 @@
-"""Models, and timings of several sides that take turns."""
+"""Models, and the report of timings of several sides."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 from tokenizers import Tokenizer, models
@@ -47,20 +45,6 @@ def random_llama(shape: str, dtype: str, device: torch.device) -> Backbone:
     model.generation_config.eos_token_id = None
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # token ids are drawn
     return Backbone(spec, model.eval().requires_grad_(False), empty, identity=shape)
-
-
-def alternate(
-    sides: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Returns seconds of each side per round, after one warm-up round; sides take turns, so that drift affects all."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in range(rounds + 1):
-        for name, run in sides.items():
-            started = clock()
-            run()
-            if round_:
-                seconds[name].append(clock() - started)
-    return seconds
 
 
 def report(title: str, seconds: dict[str, list[float]]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SMOL, alternate, report
+from common import SMOL, report
 
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import Doc, both_scores, harness_requests, harness_task
@@ -23,6 +23,7 @@ from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
+from residual_mass.timing import time_in_turns
 
 ARMS = [ArmSpec("full")] + [ArmSpec(m, b) for m in ("topk", "topk_phi", "topk_phi_nosub") for b in (2.0, 4.0, 8.0)]
 Answers = list[list[tuple[str, float]]]
@@ -52,7 +53,7 @@ def main() -> None:
             "one harness run per arm": lambda docs=docs, seen=theirs: seen.append(per_arm(backbone, phi, docs)),
             "shared prefill, arms as a batch": lambda docs=docs, seen=ours: seen.append(together(backbone, phi, docs)),
         }
-        timings = alternate(sides, options.rounds)
+        timings = time_in_turns(sides, options.rounds)
         if any(answers != ours[0] for answers in (*ours, *theirs)):
             raise SystemExit(f"the two sides answer differently at {length} tokens: {ours[0]} and {theirs[0]}")
         scores = [score for of_arm in ours[0] for _, score in of_arm]

@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SMOL, alternate
+from common import SMOL
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache
 
-from residual_mass import PackedCache
 from residual_mass.benchmarks.ruler import assets_data, build_examples
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend
@@ -35,7 +33,7 @@ from residual_mass.decode.session import make_arm
 from residual_mass.decode.text import TextBatch
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
-from residual_mass.measure.latency import Side, timed
+from residual_mass.measure.latency import Side, filled, random_keys, timed
 from residual_mass.methods import method_named
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
@@ -43,6 +41,7 @@ from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.spec.settings import AnchorSpec
 from residual_mass.texts.corpora import held_out_corpus
+from residual_mass.timing import Turn, take_turns, time_in_turns
 
 ANCHORS = AnchorSpec()
 RULER_TASKS = ("niah_multivalue", "ruler_vt", "ruler_cwe")
@@ -95,7 +94,7 @@ def layers(sides: list[Side], options: Any) -> None:
             short = layer(side, 256, options.heads)
             calls[f"before {side}"] = lambda short=short: (others.sum(), short())
             calls[str(side)] = layer(side, length, options.heads)
-        timings = alternate(calls, options.rounds)
+        timings = time_in_turns(calls, options.rounds)
         for side in sides:
             seconds[side].append(timings[str(side)])
     for side in sides:
@@ -117,15 +116,20 @@ def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
     cache = LayerCache(library, keys, values, [0], bits=packing.bits, clusters=packing.clusters)
     arm = make_arm(side.method, side.budget)
     cache.choose(lambda count: retrieved_by(arm, count, ANCHORS, None), side.method.own is not None)
-    return partial(cache.step, query, width**-0.5)
+    key, value = torch.randn(2, 1, heads, 1, width, generator=draw)
+
+    def step() -> None:
+        cache.step(query.unsqueeze(2), key, value, width**-0.5)
+        cache.drop(1)  # so that every call reads as much
+
+    return step
 
 
 def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> None:
     """Prints the rows of one context length."""
     distances: dict[Side, dict[str, list[Tensor]]] = {side: {} for side in sides}
     costs: dict[Side, tuple[str, float, float]] = {}
-    texts = [("", read_of(backbone, length))] if options.synthetic else prompts(backbone, length, options)
-    for name, (read, continued) in texts:
+    for name, (read, continued) in prompts(backbone, length, options):
         if not costs:
             costs = measured(backbone, read, sides, options.rounds)
         if options.synthetic:
@@ -151,7 +155,12 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
 
 
 def prompts(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[str, tuple[Prefill, Tensor]]]:
-    """Yields the name of a text, the prefill of one of its prompts, and the tokens [1, T] that continue it."""
+    """Yields the name of a text, the prefill of one of its prompts, and the tokens [1, T] that continue it; with
+    `--synthetic`, random keys and values.
+    """
+    if options.synthetic:
+        yield "", (Prefill(random_keys(backbone.model, length)), torch.empty(1, 0))
+        return
     for name, ids, following in documents(backbone, length, options):
         yield name, (prefill(backbone.model, [ids]), torch.tensor([following]))
 
@@ -173,25 +182,19 @@ def documents(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[s
                 yield name, ids[:length], ids[length:]
 
 
-def read_of(backbone: Backbone, length: int) -> tuple[Prefill, Tensor]:
-    """Returns random keys and values in place of a prompt's, and no tokens that continue it."""
-    shape, draw = backbone.shape, torch.Generator().manual_seed(0)
-    size = (1, shape.kv_heads, length, shape.head_dim)
-    layers = {n: (torch.randn(size, generator=draw), torch.randn(size, generator=draw)) for n in range(shape.layers)}
-    return Prefill(layers), torch.empty(1, 0)
-
-
 def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) -> dict[Side, tuple[str, float, float]]:
     """Returns by side the printed milliseconds of a step, the bytes kept, and the bytes read; sides take turns."""
-    steps: dict[Side, list[float]] = {side: [] for side in sides}
-    for _ in range(rounds):
-        for side in sides:
-            steps[side] += timed(backbone.model, side, filled(backbone, read, side), 16)
-    length, shape = read.layers[0][0].shape[2], backbone.shape
+
+    def take_turn(side: Side) -> Turn:
+        return timed(backbone.model, side, filled(backbone.model, side, read.layers), 16)
+
+    turns = take_turns({side: partial(take_turn, side) for side in sides}, rounds)
+    length = read.layers[0][0].shape[2]
+    shape = backbone.shape
     costs = {}
     for side in sides:
         if side.packed:
-            cache = filled(backbone, read, side)
+            cache = filled(backbone.model, side, read.layers)
             timed(backbone.model, side, cache, 1)  # sets the number of chosen tokens
             kept, reads = cache.nbytes, sum(layer.packed.read_bytes(shape.group) for layer in cache.layers)
         else:
@@ -201,7 +204,7 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
             heads = shape.layers * shape.kv_heads
             wide = 2 if side is sides[0] else 1  # full attention's cache is in float32
             kept, reads = (wide * heads * count(side.method, step).total for count in (kept_bytes, step_bytes))
-        took = [1000 * seconds for seconds in steps[side]]
+        took = [1000 * seconds for turn in turns[side] for seconds in turn]
         costs[side] = f"{statistics.median(took):.1f} ({min(took):.1f})" if took else "", kept, reads
     return costs
 
@@ -212,16 +215,6 @@ def backend_of(backbone: Backbone, read: Prefill, side: Side) -> Backend:
     backend = kind.open(backbone.model, make_arm(side.method, side.budget), ANCHORS, None, None, False, 0)
     backend.take(read)
     return backend
-
-
-def filled(backbone: Backbone, read: Prefill, side: Side) -> PackedCache | DynamicCache:
-    """Returns a cache that holds the prompt, transformers' own unless it is packed."""
-    if side.packed:
-        return backend_of(backbone, read, side).cache
-    cache = DynamicCache(config=backbone.model.config)
-    for index, (key, value) in read.layers.items():
-        cache.update(key, value, index)
-    return cache
 
 
 @torch.no_grad()

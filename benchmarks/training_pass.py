@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import SHAPES, SMOL, alternate, random_llama, report
+from common import SHAPES, SMOL, random_llama, report
 
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.sections import ObjectiveSpec
 from residual_mass.spec.settings import AnchorSpec, MapSpec
+from residual_mass.timing import time_in_turns
 from residual_mass.training.learner import PRECISIONS, row_losses
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
@@ -76,7 +77,8 @@ def whole_passes(backbone: Backbone, length: int, rounds: int) -> None:
         return run
 
     titles = {"teacher alone": None} | {f"with training in {precision}": precision for precision in PRECISIONS}
-    seconds = alternate({title: passing(title, precision) for title, precision in titles.items()}, rounds)
+    sides = {title: passing(title, precision) for title, precision in titles.items()}
+    seconds = time_in_turns(sides, rounds)
     width, threads = MapSpec(), torch.get_num_threads()
     report(
         f"{backbone.spec.name}, {length} tokens, {len(positions)} queries, d_emb {width.d_emb}, d_phi {width.d_phi}, "

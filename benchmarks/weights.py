@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import SMOL, alternate
+from common import SMOL
 from packed_cache import backend_of, documents, forced
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ from residual_mass.methods import method_named
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.packed_weights import PackedLinear, bytes_of
+from residual_mass.timing import time_in_turns
 
 WEIGHTS = ("float32", "bfloat16", "8 bits", "4 bits")
 
@@ -83,11 +84,11 @@ def timed(backbones: dict[str, Backbone], options: Any) -> dict[str, list[str]]:
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     cells: dict[str, list[str]] = {weights: [] for weights in backbones}
     sides = {weights: partial(each_product, backbone.model) for weights, backbone in backbones.items()}
-    for weights, seconds in alternate(sides, 10 * options.rounds, clock).items():
+    for weights, seconds in time_in_turns(sides, 10 * options.rounds, clock).items():
         cells[weights].append(f"{1000 * min(seconds):.1f}")
     for length in options.lengths:
         ids = torch.randint(5, 40000, (1, length), generator=torch.Generator().manual_seed(0))
-        for weights, seconds in alternate(prompt_sides(backbones, ids), options.rounds, clock).items():
+        for weights, seconds in time_in_turns(prompt_sides(backbones, ids), options.rounds, clock).items():
             cells[weights].append(f"{min(seconds):.1f}")
     return cells
 

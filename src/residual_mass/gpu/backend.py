@@ -36,7 +36,7 @@ Recorded = tuple[torch.cuda.CUDAGraph, Tensor]
 """A graph of one step, and the logits [B, 1, V] that it writes."""
 LEAST_ROOM = 64
 """Fewest free columns of a new buffer; with every larger buffer a step is recorded anew."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of models that the kernels serve; they sum in float32."""
 
 
@@ -102,8 +102,9 @@ class TritonBackend(Backend):
         device = device_of(model)
         if not kernels_run_on(device):
             return "the Triton kernels run on the current GPU, with Triton installed"
-        if model.dtype not in DTYPES:
-            return f"the Triton kernels compute in float32, and the model in {str(model.dtype).removeprefix('torch.')}"
+        if model.dtype not in SERVED_DTYPES:
+            dtype = str(model.dtype).removeprefix("torch.")
+            return f"the Triton kernels compute in float32, and the model in {dtype}"
         if not weights_stay_on(model, device) or frequencies_of(model) is not None:
             return f"{type(model).__name__} moves its weights or changes its frequencies while it decodes"
         return shape_refusal(HeadShape.of(text_config(model)), arm.rule, phi)
@@ -139,7 +140,10 @@ class TritonBackend(Backend):
 
     @property
     def kept_bytes(self) -> int:
-        return sum(x.nbytes for cache in self._caches.values() for x in cache if isinstance(x, Tensor))
+        kept = 0
+        for cache in self._caches.values():
+            kept += sum(x.nbytes for x in cache if isinstance(x, Tensor))
+        return kept
 
     def read(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
@@ -185,10 +189,11 @@ class TritonBackend(Backend):
         from residual_mass.gpu.path import decode_attention
 
         with own_precision(query):
+            log_query = self._log_query(index, query)
             output = decode_attention(
                 query.squeeze(2),
                 cache,
-                self._log_query(index, query),
+                log_query,
                 k=self._k,
                 sink=self.anchors.sink,
                 tail=self.anchors.tail,
@@ -252,14 +257,19 @@ class TritonBackend(Backend):
         self.graphs.clear()
         self._first = torch.zeros(len(keys), dtype=torch.int32, device=keys.device)
         if mask is not None:
-            self._first += mask[:, 0, -1].int().argmax(-1).to(torch.int32)  # one row of a mask is that of all
-        counts = [retrieved_by(self.arm, length - first, self.anchors, None) for first in self._first.tolist()]
-        self._k = max(counts)
-        if min(counts) < self._k:
+            seen = mask[:, 0, -1].int()  # of the last query, which sees every column but padding
+            self._first += seen.argmax(-1).to(torch.int32)  # one row of a mask is that of all
+        counts = []
+        for first in self._first.tolist():
+            counts.append(retrieved_by(self.arm, length - first, self.anchors, None))
+        most = max(counts)
+        self._k = most
+        if min(counts) < most:
             group = text_config(self.model).num_attention_heads // keys.shape[1]
-            k = torch.tensor(counts, dtype=torch.int32, device=keys.device).unsqueeze(1).repeat(1, group)
+            by_row = torch.tensor(counts, dtype=torch.int32, device=keys.device)
+            k = by_row.unsqueeze(1).repeat(1, group)
             kinds = torch.full((group,), kind_of(self.arm.rule), dtype=torch.int32, device=keys.device)
-            self._k = MethodRows(k, kinds, self._k)
+            self._k = MethodRows(k, kinds, most)
 
     def _grow(self) -> None:
         """Replaces buffers without a free column by larger ones, which the next step is recorded with."""
@@ -314,7 +324,7 @@ def shape_refusal(shape: HeadShape, rule: Method, phi: PhiMaps | None) -> str | 
         widths.append(phi.map.d_phi)
     if isinstance(rule.selector, QuantisedScan):
         widths += [shape.head_dim // 2, rule.selector.block]
-        if shape.query_heads // shape.kv_heads > MOST_HEADS:
+        if shape.group > MOST_HEADS:
             return f"the Triton kernels scan for at most {MOST_HEADS} query heads of a KV head"
     if not tiles_fit(*widths):
         return f"the Triton kernels have no tiles for heads of {shape.head_dim} channels or for these feature maps"

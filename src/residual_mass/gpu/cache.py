@@ -16,7 +16,9 @@ from torch import Tensor
 from residual_mass.core.accounting import key_features, summarise
 from residual_mass.core.moments import MomentState
 
-ADDS, SUBTRACTS, MOMENTS = 1, 2, 4
+ADDS = 1
+SUBTRACTS = 2
+MOMENTS = 4
 """Flags of a query row: adds the residual of feature maps, subtracts retrieved tokens from it, adds that of moments."""
 
 
@@ -95,11 +97,12 @@ def build_cache(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, room:
     """Copies a prefix [B, Hkv, L, D] into buffers with `room` more columns, for TopK. The tokens of the prefix are at
     columns [first, last), both [B].
     """
-    length = keys.shape[2]
-    buffers = [x.new_zeros(*x.shape[:2], length + room, x.shape[3]) for x in (keys, values)]
-    for buffer, prefix in zip(buffers, (keys, values), strict=True):
-        buffer[:, :, :length] = prefix
-    return DecodeCache(*buffers, first.to(torch.int32), last.to(torch.int32), length)
+    batch, heads, length, width = keys.shape
+    key_buffer = keys.new_zeros(batch, heads, length + room, width)
+    value_buffer = torch.zeros_like(key_buffer)
+    key_buffer[:, :, :length] = keys
+    value_buffer[:, :, :length] = values
+    return DecodeCache(key_buffer, value_buffer, first.to(torch.int32), last.to(torch.int32), length)
 
 
 def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int) -> DecodeCache:
@@ -109,14 +112,14 @@ def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int)
         log_features: [B, Hkv, L, M] log phi_k of every column.
         sink, tail: numbers of anchors, which the summary excludes.
     """
-    mid = mid_region(cache, sink, tail)
+    mid = mid_mask(cache, sink, tail)
     features, log_shift = key_features(log_features.float(), mid.unsqueeze(1))
     rounded = features.to(cache.keys.dtype).contiguous()  # a map's output may be transposed; a step reads rows
-    # Padding may hold NaN, and zero times NaN is NaN.
-    inside = torch.where(mid[:, None, :, None], cache.values[:, :, : cache.length].float(), 0)
-    state = summarise(rounded.float(), log_shift, inside)
-    summary = torch.cat((state.numerator, state.mass.unsqueeze(-1)), dim=-1)
-    return cache._replace(features=rounded, summary=summary.contiguous(), log_shift=log_shift.contiguous())
+    values = _only(mid.unsqueeze(1), cache.values)
+    state = summarise(rounded.float(), log_shift, values)
+    mass = state.mass.unsqueeze(-1)
+    summary = torch.cat((state.numerator, mass), dim=-1).contiguous()
+    return cache._replace(features=rounded, summary=summary, log_shift=log_shift.contiguous())
 
 
 def with_moments(
@@ -125,9 +128,11 @@ def with_moments(
     """Adds the moments that `prepare` computes from keys and values [B, Hkv, L, D] float32, zero outside the
     mid-region, and from the mid-region [B, 1, L] bool.
     """
-    mid = mid_region(cache, sink, tail).unsqueeze(1)
-    keys, values = (_only(mid, x) for x in (cache.keys, cache.values))
-    moments = MomentState(*(x.contiguous() for x in prepare(keys, values, mid)))
+    mid = mid_mask(cache, sink, tail).unsqueeze(1)
+    keys = _only(mid, cache.keys)
+    values = _only(mid, cache.values)
+    prepared = prepare(keys, values, mid)
+    moments = MomentState(*(x.contiguous() for x in prepared))
     return cache._replace(moments=moments, one_part=one_part(moments))
 
 
@@ -141,24 +146,32 @@ def with_scan(
     """Adds packed keys. `prepare` returns codes below 16 [B, Hkv, L, D], with `low` and `step` of every block of
     columns, for keys [B, Hkv, L, D] float32 and the mid-region [B, 1, L] bool.
     """
-    mid = mid_region(cache, sink, tail).unsqueeze(1)
-    return cache._replace(scan=packed(*prepare(_only(mid, cache.keys), mid), block))
+    mid = mid_mask(cache, sink, tail).unsqueeze(1)
+    codes, low, step = prepare(_only(mid, cache.keys), mid)
+    return cache._replace(scan=packed(codes, low, step, block))
 
 
 def one_part(moments: MomentState) -> OnePart | None:
     """Arranges moments [B, Hkv, 1, ...]; returns None if there are several parts."""
     if moments.count.shape[-1] > 1:
         return None
-    rows = (moments.key_covariance.squeeze(-3), moments.value_key_covariance.squeeze(-3), moments.mean_key)
-    linear = torch.cat(rows, dim=-2).transpose(-1, -2).contiguous()
-    return OnePart(linear, moments.mean_value, (0.5 * moments.count).log().unsqueeze(-1))
+    sigma = moments.key_covariance.squeeze(-3)
+    cross = moments.value_key_covariance.squeeze(-3)
+    factors = torch.cat((sigma, cross, moments.mean_key), dim=-2)
+    linear = factors.transpose(-1, -2).contiguous()  # a query is multiplied by columns
+    log_half_count = (0.5 * moments.count).log().unsqueeze(-1)
+    return OnePart(linear, moments.mean_value, log_half_count)
 
 
 def packed(codes: Tensor, low: Tensor, step: Tensor, block: int) -> PackedKeys:
     """Packs codes [B, Hkv, L, D] uint8 below 16 in blocks of `block` columns."""
-    filled = F.pad(codes, (0, 0, 0, -codes.shape[-2] % block))
-    first, second = filled.unflatten(-2, (-1, block)).transpose(-1, -2).chunk(2, dim=-2)
-    return PackedKeys((first | second << 4).contiguous(), low.contiguous(), step.contiguous())
+    missing = -codes.shape[-2] % block
+    filled = F.pad(codes, (0, 0, 0, missing))
+    blocks = filled.unflatten(-2, (-1, block))
+    # The tokens of a channel become adjacent, then two channels share a byte.
+    first, second = blocks.transpose(-1, -2).chunk(2, dim=-2)
+    pairs = (first | second << 4).contiguous()
+    return PackedKeys(pairs, low.contiguous(), step.contiguous())
 
 
 def unpacked(codes: Tensor) -> Tensor:
@@ -167,12 +180,16 @@ def unpacked(codes: Tensor) -> Tensor:
 
 
 def _only(mid: Tensor, x: Tensor) -> Tensor:
-    """Returns the prefix of a buffer as float32, zero outside the mid-region: padding may hold NaN."""
-    return torch.where(mid.unsqueeze(-1), x[:, :, : mid.shape[-1]].float(), 0)
+    """Returns the prefix of a buffer as float32, zero outside the mid-region [B, 1, L]: padding may hold NaN, and zero
+    times NaN is NaN.
+    """
+    prefix = x[:, :, : mid.shape[-1]].float()
+    return torch.where(mid.unsqueeze(-1), prefix, 0)
 
 
-def mid_region(cache: DecodeCache, sink: int, tail: int) -> Tensor:
+def mid_mask(cache: DecodeCache, sink: int, tail: int) -> Tensor:
     """Returns the real columns without the first `sink` and last `tail`: [B, L] bool."""
     column = torch.arange(cache.length, device=cache.first.device)
-    first, last = cache.first.unsqueeze(1), cache.last.unsqueeze(1)
-    return (column >= first + sink) & (column < last - tail)
+    begin = cache.first.unsqueeze(1) + sink
+    end = cache.last.unsqueeze(1) - tail
+    return (column >= begin) & (column < end)

@@ -13,7 +13,9 @@ MOST_HEADS = 16
 
 def kernels_run_on(device: torch.device) -> bool:
     """Returns whether `device` is the current GPU, on which kernels are launched, and Triton is installed."""
-    return device.type == "cuda" and device.index == torch.cuda.current_device() and _has_triton()
+    if device.type != "cuda" or device.index != torch.cuda.current_device():
+        return False
+    return _has_triton()
 
 
 @functools.cache

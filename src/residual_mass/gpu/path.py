@@ -35,7 +35,7 @@ from residual_mass.gpu.cache import DecodeCache, MethodRows
 
 SCORE_BLOCK = 128
 """Keys per program, 16 KiB in bfloat16 at D = 64: small enough for several programs per SM."""
-MOST_ROWS = 64
+TILE_ROWS = 64
 """Most query rows that a program scores; further rows of a KV head have programs of their own."""
 SELECT_CHUNK = 4096
 """Keys that a program of `select` holds in registers: all maxima of 64k columns."""
@@ -80,21 +80,24 @@ def decode_attention(
     if isinstance(generated, int):
         generated = torch.full((1,), generated, dtype=torch.int32, device=query.device)
     if log_query is not None:
-        log_query = log_query.contiguous().view(-1, *query.shape[:2], log_query.shape[-1])
+        batch, heads, _ = query.shape
+        m = log_query.shape[-1]
+        log_query = log_query.contiguous().view(-1, batch, heads, m)
     rows = k if isinstance(k, MethodRows) else None
     most = k if rows is None else rows.most
     region = Region(min(most, cache.length), sink, tail)
-    step = Step(query, cache, region, scale, generated, log_query, subtracts, rows)
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    if rows is None:
-        return step.attend([] if cache.moments is None else [(cache.moments, None)], out)
-    members = torch.arange(step.group, device=query.device)
+    launches = Launches(query, cache, region, scale, generated, log_query, subtracts, rows)
+    # Settings by row come with indices of the rows, and their terms are not divided by the kernels.
+    members = None if rows is None else torch.arange(launches.group, device=query.device)
     moments = [] if cache.moments is None else [(cache.moments, members)]
-    terms = step.attend(moments, Terms(out, *out.new_empty(2, *query.shape[:2])))
+    if rows is None:
+        out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+        return launches.attend(moments, out)
+    terms = launches.attend(moments, empty_terms(query))
     return terms.numerator / terms.denominator.unsqueeze(-1)
 
 
-def prefix_terms(
+def terms_over_prefix(
     queries: Tensor,
     cache: DecodeCache,
     log_query: Tensor | None,
@@ -115,16 +118,31 @@ def prefix_terms(
         moments: of residuals, each with the indices [N] of its rows.
         sink, tail: numbers of anchors.
     """
-    given = (*rows, *(part for state, members in moments for part in (*state, members)))
-    assert all(x.is_contiguous() for x in given if isinstance(x, Tensor)), "large buffers must be contiguous"
+    require_contiguous(*rows)
+    for state, members in moments:
+        require_contiguous(*state, members)
     assert cache.keys.shape[2] == cache.length
     if log_query is not None:
         log_query = log_query.flatten(1, 2).contiguous().unsqueeze(0)
-    query, region = queries.flatten(1, 2), Region(min(rows.most, cache.length), sink, tail)
-    step = Step(query, cache, region, scale, None, log_query, log_query is not None, rows)
-    empty = query.new_empty(query.shape, dtype=torch.float32)
-    terms = step.attend(moments, Terms(empty, *empty.new_empty(2, *query.shape[:2])))
-    return Terms(*(part.unflatten(1, queries.shape[1:3]) for part in terms))
+    query = queries.flatten(1, 2)
+    region = Region(min(rows.most, cache.length), sink, tail)
+    launches = Launches(query, cache, region, scale, None, log_query, log_query is not None, rows)
+    terms = launches.attend(moments, empty_terms(query))
+    heads_and_rows = queries.shape[1:3]
+    return Terms(*(part.unflatten(1, heads_and_rows) for part in terms))
+
+
+def empty_terms(query: Tensor) -> Terms:
+    """Returns terms of queries [B, Hq, D] to be written, in float32."""
+    numerator = query.new_empty(query.shape, dtype=torch.float32)
+    denominator, shift = numerator.new_empty(2, *query.shape[:2])
+    return Terms(numerator, denominator, shift)
+
+
+def require_contiguous(*buffers: object) -> None:
+    """Asserts that tensors among large buffers need no copy, which a step could not afford."""
+    for buffer in buffers:
+        assert not isinstance(buffer, Tensor) or buffer.is_contiguous(), "large buffers must be contiguous"
 
 
 class Region(NamedTuple):
@@ -155,7 +173,7 @@ class Shares(NamedTuple):
     """Number of shares of tokens, which come first; the others are of moments."""
 
 
-class Step:
+class Launches:
     """The launches of one step.
 
     Args:
@@ -177,27 +195,45 @@ class Step:
         rows: MethodRows | None = None,
     ) -> None:
         cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
-        large = (x for x in (*cache, *(cache.moments or ()), *(cache.scan or ())) if isinstance(x, Tensor))
-        assert all(x.is_contiguous() for x in large), "large buffers must be contiguous"
-        self.query, self.cache, self.region = query.contiguous(), cache, region
-        self.scale, self.generated, self.rows = scale, generated, rows
-        (self.batch, self.heads, self.d), self.kv_heads = query.shape, cache.keys.shape[1]
+        moments = cache.moments or ()
+        scan = cache.scan or ()
+        require_contiguous(*cache, *moments, *scan)
+        self.query = query.contiguous()
+        self.cache = cache
+        self.region = region
+        self.scale = scale
+        self.generated = generated
+        self.rows = rows
+        self.batch, self.heads, self.d = query.shape
+        self.kv_heads = cache.keys.shape[1]
         self.group = self.heads // self.kv_heads
         self.span: dict[str, Any] = {
-            "first": cache.first, "last": cache.last, "sink": region.sink, "tail": region.tail
-        }  # fmt: skip
+            "first": cache.first,
+            "last": cache.last,
+            "sink": region.sink,
+            "tail": region.tail,
+        }
         """Arguments of kernels that use the mid-region."""
-        self.wanted: dict[str, Any] = self.span | {
-            "k": region.k if rows is None else rows.k, "HEADS": self.heads, "GROUP": self.group,
+        self.retrieved: dict[str, Any] = self.span | {
+            "k": region.k if rows is None else rows.k,
+            "HEADS": self.heads,
+            "GROUP": self.group,
             "BY_ROW": rows is not None,
-        }  # fmt: skip
+        }
         """Arguments of kernels that use the retrieved tokens."""
-        terms, m = (1, 1) if log_query is None else (log_query.shape[0], log_query.shape[-1])
+        terms, m = 1, 1
+        if log_query is not None:
+            terms, _, _, m = log_query.shape
         self.features: dict[str, Any] = {
-            "log_query": log_query, "log_shift": cache.log_shift, "kinds": None if rows is None else rows.kinds,
-            "D": self.d, "M": m, "TERMS": terms, "MAX_TERMS": triton.next_power_of_2(terms),
+            "log_query": log_query,
+            "log_shift": cache.log_shift,
+            "kinds": None if rows is None else rows.kinds,
+            "D": self.d,
+            "M": m,
+            "TERMS": terms,
+            "MAX_TERMS": triton.next_power_of_2(terms),
             "SUBTRACTS": subtracts and log_query is not None,
-        }  # fmt: skip
+        }
         """Arguments of kernels that use feature maps."""
 
     def attend(self, moments: Sequence[tuple[MomentState, Tensor | None]], out: Tensor | Terms) -> Tensor | Terms:
@@ -206,7 +242,8 @@ class Step:
         """
         scores, maxima = self.score() if self.cache.scan is None else self.scan()
         selection = self.select(scores, maxima)
-        shares = self.gather(scores, selection, max((programs_of(state) for state, _ in moments), default=0))
+        programs = max((programs_of(state) for state, _ in moments), default=0)
+        shares = self.gather(scores, selection, programs)
         for state, members in moments:
             self.add_moments(state, members, selection.least, shares)
         self.merge(shares, out)
@@ -214,89 +251,181 @@ class Step:
 
     def score(self) -> tuple[Tensor, Tensor]:
         """Returns scores [B * Hq, >= L + T] float32 of real tokens, and the mid-region's maxima [B * Hq, groups]."""
-        columns = self.cache.keys.shape[2]
+        keys = self.cache.keys
+        columns = keys.shape[2]
         blocks = triton.cdiv(columns, SCORE_BLOCK)
-        tile = min(max(triton.next_power_of_2(self.group), kernels.DOT_ROWS.value), MOST_ROWS)
+        least_rows = kernels.DOT_ROWS.value  # of a tensor core's product
+        tile = min(max(triton.next_power_of_2(self.group), least_rows), TILE_ROWS)
         # Rows start at multiples of the block, which aligns the scores for wide stores.
         scores, maxima = self._scratch(blocks * SCORE_BLOCK)
-        kernels.score_kernel[blocks, self.batch * self.kv_heads, triton.cdiv(self.group, tile)](
-            query=self.query, keys=self.cache.keys, scores=scores, maxima=maxima, scale=self.scale,
-            length=self.cache.length, columns=columns, stride=scores.stride(0), generated=self.generated, **self.span,
-            KV_HEADS=self.kv_heads, GROUP=self.group, D=self.d, DOT_TYPE=product_type(self.query, self.cache.keys),
-            ROWS=tile, BLOCK=SCORE_BLOCK, num_warps=4 if tile == kernels.DOT_ROWS.value else 8,
-        )  # fmt: skip
+        grid = blocks, self.batch * self.kv_heads, triton.cdiv(self.group, tile)
+        kernels.score_kernel[grid](
+            query=self.query,
+            keys=keys,
+            scores=scores,
+            maxima=maxima,
+            scale=self.scale,
+            length=self.cache.length,
+            columns=columns,
+            stride=scores.stride(0),
+            generated=self.generated,
+            **self.span,
+            KV_HEADS=self.kv_heads,
+            GROUP=self.group,
+            D=self.d,
+            DOT_TYPE=product_type(self.query, keys),
+            ROWS=tile,
+            BLOCK=SCORE_BLOCK,
+            num_warps=4 if tile == least_rows else 8,
+        )
         return scores, maxima
 
     def scan(self) -> tuple[Tensor, Tensor]:
         """Returns scores [B * Hq, N S] float32 of the mid-region's packed keys, and maxima as `score` does."""
         codes, low, step = self.cache.scan
-        blocks, block = codes.shape[2], codes.shape[4]
+        blocks = codes.shape[2]
+        block = codes.shape[4]
         scores, maxima = self._scratch(blocks * block)
         kind = product_type(self.query, self.query)
-        kernels.scan_kernel[blocks, self.batch * self.kv_heads](
-            query=self.query, codes=codes, low=low, step=step, scores=scores, maxima=maxima, scale=self.scale,
-            stride=scores.stride(0), **self.span, KV_HEADS=self.kv_heads, GROUP=self.group, D=self.d, DOT_TYPE=kind,
-            IN_TWO=kind == tl.bfloat16, BLOCK=block,
-            num_warps=4 if kind == tl.bfloat16 else 8,  # products of float32 take registers of more threads
-        )  # fmt: skip
+        in_bfloat16 = kind == tl.bfloat16
+        grid = blocks, self.batch * self.kv_heads
+        kernels.scan_kernel[grid](
+            query=self.query,
+            codes=codes,
+            low=low,
+            step=step,
+            scores=scores,
+            maxima=maxima,
+            scale=self.scale,
+            stride=scores.stride(0),
+            **self.span,
+            KV_HEADS=self.kv_heads,
+            GROUP=self.group,
+            D=self.d,
+            DOT_TYPE=kind,
+            IN_TWO=in_bfloat16,
+            BLOCK=block,
+            num_warps=4 if in_bfloat16 else 8,  # products of float32 take registers of more threads
+        )
         return scores, maxima
 
     def select(self, scores: Tensor, maxima: Tensor) -> Selection:
         """Selects the k highest scores of every query head's mid-region."""
         assert self.cache.length < 2**triton_selection.COUNT_BITS.value, "three counts fill 64 bits"
-        columns, keys = torch.empty(2, *scores.shape, dtype=torch.int32, device=scores.device)
-        selection = Selection(
-            scores.new_empty(len(scores), self.region.k, dtype=torch.int32), scores.new_empty(len(scores))
+        heads = len(scores)
+        columns = torch.empty_like(scores, dtype=torch.int32)
+        keys = torch.empty_like(columns)
+        chosen = scores.new_empty(heads, self.region.k, dtype=torch.int32)
+        least = scores.new_empty(heads)
+        triton_selection.select_kernel[(heads,)](
+            scores=scores,
+            maxima=maxima,
+            groups=torch.empty_like(maxima),
+            columns=columns,
+            keys=keys,
+            chosen=chosen,
+            least=least,
+            stride=scores.stride(0),
+            most=self.region.k,
+            **self.retrieved,
+            CHUNK=SELECT_CHUNK,
+            num_warps=32,
         )
-        triton_selection.select_kernel[(len(scores),)](
-            scores=scores, maxima=maxima, groups=torch.empty_like(maxima), columns=columns, keys=keys,
-            chosen=selection.chosen, least=selection.least, stride=scores.stride(0), most=self.region.k, **self.wanted,
-            CHUNK=SELECT_CHUNK, num_warps=32,
-        )  # fmt: skip
-        return selection
+        return Selection(chosen, least)
 
     def gather(self, scores: Tensor, selection: Selection, programs: int) -> Shares:
         """Sums the exact support of every query head, with room for the shares of `programs` programs of moments."""
-        cache, columns = self.cache, self.cache.keys.shape[2]
-        pieces = max(triton.cdiv(sum(self.region) + columns - cache.length, SLOTS), 1)
+        cache = self.cache
+        columns = cache.keys.shape[2]
+        generated_columns = columns - cache.length
+        support = self.region.k + self.region.sink + self.region.tail + generated_columns
+        pieces = max(triton.cdiv(support, SLOTS), 1)
         rounds = triton.cdiv(pieces, MOST_SPLITS)
         splits = triton.cdiv(pieces, rounds)
-        heads, count = self.batch * self.heads, splits + programs
-        sums = torch.empty(2, heads, count, self.d + 1, dtype=torch.float32, device=self.query.device)
-        shifts = torch.empty(heads, count, dtype=torch.float32, device=self.query.device)
+        heads = self.batch * self.heads
+        count = splits + programs
+        sums = scores.new_empty(2, heads, count, self.d + 1)
+        shifts = scores.new_empty(heads, count)
         kernels.gather_kernel[splits, heads](
-            scores=scores, query=self.query, keys=cache.keys, values=cache.values, features=cache.features,
-            chosen=selection.chosen, sums=sums, shifts=shifts, shares=count, scale=self.scale, length=cache.length,
-            columns=columns, stride=scores.stride(0), most=self.region.k, generated=self.generated, rounds=rounds,
-            SCANNED=cache.scan is not None, SLOTS=SLOTS, **self.wanted, **self.features,
-        )  # fmt: skip
+            scores=scores,
+            query=self.query,
+            keys=cache.keys,
+            values=cache.values,
+            features=cache.features,
+            chosen=selection.chosen,
+            sums=sums,
+            shifts=shifts,
+            shares=count,
+            scale=self.scale,
+            length=cache.length,
+            columns=columns,
+            stride=scores.stride(0),
+            most=self.region.k,
+            generated=self.generated,
+            rounds=rounds,
+            SCANNED=cache.scan is not None,
+            SLOTS=SLOTS,
+            **self.retrieved,
+            **self.features,
+        )
         return Shares(sums, shifts, splits)
 
     def add_moments(self, moments: MomentState, members: Tensor | None, least: Tensor, shares: Shares) -> None:
         """Writes the shares of moments of every query head, or of the query heads `members` [N] of every KV head."""
-        count, before = shares.shifts.shape[1], shares.of_tokens
+        count = shares.shifts.shape[1]
+        before = shares.of_tokens
         num_members = self.group if members is None else len(members)
-        kernels.moments_kernel[count - before, self.batch * self.kv_heads * num_members](
-            query=self.query, least=least, **moments._asdict(), sums=shares.sums, shifts=shares.shifts, shares=count,
-            before=before, parts=moments.count.shape[2], rounds=_at_once(moments), scale=self.scale, members=members,
-            num_members=num_members, least_variance=LEAST_VARIANCE, whole=LARGEST_CUT, D=self.d, SHARED=moments.shared,
-            **self.wanted, num_warps=8,
-        )  # fmt: skip
+        grid = count - before, self.batch * self.kv_heads * num_members
+        kernels.moments_kernel[grid](
+            query=self.query,
+            least=least,
+            **moments._asdict(),
+            sums=shares.sums,
+            shifts=shares.shifts,
+            shares=count,
+            before=before,
+            parts=moments.count.shape[2],
+            rounds=_at_once(moments),
+            scale=self.scale,
+            members=members,
+            num_members=num_members,
+            least_variance=LEAST_VARIANCE,
+            whole=LARGEST_CUT,
+            D=self.d,
+            SHARED=moments.shared,
+            **self.retrieved,
+            num_warps=8,
+        )
 
     def merge(self, shares: Shares, out: Tensor | Terms) -> None:
         """Adds up the shares of every query head."""
         numerator, masses, units = out if isinstance(out, Terms) else (out, None, None)
         count = shares.shifts.shape[1]
-        kernels.merge_kernel[(self.batch * self.heads,)](
-            sums=shares.sums, shifts=shares.shifts, summary=self.cache.summary, out=numerator, masses=masses,
-            units=units, shares=count, before=shares.of_tokens, clamp=CLAMP_RELATIVE, GROUP=self.group,
-            RESIDUAL=self.features["log_query"] is not None, BY_ROW=self.rows is not None,
-            MAX_SHARES=triton.next_power_of_2(count), **self.features, num_warps=8,
-        )  # fmt: skip
+        heads = self.batch * self.heads
+        kernels.merge_kernel[(heads,)](
+            sums=shares.sums,
+            shifts=shares.shifts,
+            summary=self.cache.summary,
+            out=numerator,
+            masses=masses,
+            units=units,
+            shares=count,
+            before=shares.of_tokens,
+            clamp=CLAMP_RELATIVE,
+            GROUP=self.group,
+            RESIDUAL=self.features["log_query"] is not None,
+            BY_ROW=self.rows is not None,
+            MAX_SHARES=triton.next_power_of_2(count),
+            **self.features,
+            num_warps=8,
+        )
 
     def _scratch(self, columns: int) -> tuple[Tensor, Tensor]:
-        scores = self.query.new_empty(self.batch * self.heads, columns, dtype=torch.float32)
-        return scores, scores.new_empty(len(scores), columns // triton_selection.SUB.value, dtype=torch.int32)
+        """Returns room for scores, and for the maxima of adjacent ones."""
+        heads = self.batch * self.heads
+        scores = self.query.new_empty(heads, columns, dtype=torch.float32)
+        maxima = scores.new_empty(heads, columns // triton_selection.SUB.value, dtype=torch.int32)
+        return scores, maxima
 
 
 def programs_of(moments: MomentState) -> int:
@@ -318,19 +447,33 @@ class QueryMap:
 
     def __init__(self, folded: FoldedMap, dtype: torch.dtype) -> None:
         """D at least 16; D and M powers of two."""
-        self.weights = {name: getattr(folded, name).to(dtype).contiguous() for name in "abc"}
-        self.biases = {name: getattr(folded, name).float().contiguous() for name in ("c_bias", "e_bias")}
+        self.weights = {}
+        for name in ("a", "b", "c"):
+            self.weights[name] = getattr(folded, name).to(dtype).contiguous()
+        self.biases = {}
+        for name in ("c_bias", "e_bias"):
+            self.biases[name] = getattr(folded, name).float().contiguous()
 
     def __call__(self, query: Tensor) -> Tensor:
         """Computes terms of log phi, which is their sum: [B, Hq, D] -> [C, B, Hq, M] float32."""
-        (batch, heads, d), (inner, m) = query.shape, self.weights["b"].shape[1:]
+        batch, heads, d = query.shape
+        _, inner, m = self.weights["b"].shape
         kind = product_type(query, self.weights["a"])
         blocks = triton.cdiv(inner, INNER_BLOCK[kind])
         terms = query.new_empty(blocks, batch, heads, m, dtype=torch.float32)
         kernels.map_kernel[blocks, heads](
-            query=query.contiguous(), **self.weights, **self.biases, terms=terms, batch=batch, inner=inner, D=d, M=m,
-            DOT_TYPE=kind, BLOCK=INNER_BLOCK[kind], num_warps=WARPS[kind],
-        )  # fmt: skip
+            query=query.contiguous(),
+            **self.weights,
+            **self.biases,
+            terms=terms,
+            batch=batch,
+            inner=inner,
+            D=d,
+            M=m,
+            DOT_TYPE=kind,
+            BLOCK=INNER_BLOCK[kind],
+            num_warps=WARPS[kind],
+        )
         return terms
 
 
@@ -339,4 +482,5 @@ def product_type(query: Tensor, others: Tensor) -> tl.dtype:
     interpreter always gets float32, because it multiplies bfloat16 bits as integers.
     """
     compiled = isinstance(kernels.score_kernel, triton.JITFunction)
-    return tl.bfloat16 if compiled and query.dtype == others.dtype == torch.bfloat16 else tl.float32
+    in_bfloat16 = query.dtype == others.dtype == torch.bfloat16
+    return tl.bfloat16 if compiled and in_bfloat16 else tl.float32

@@ -20,8 +20,10 @@ import triton.language as tl
 SUB = tl.constexpr(16)
 """Adjacent columns of one maximum. With more, a step that retrieves many tokens would have too few maxima for a
 bound; with fewer, the search among maxima would be as long as one among scores."""
-LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
-COUNT_BITS, COUNT_MASK = tl.constexpr(21), tl.constexpr(2**21 - 1)
+LOWEST = tl.constexpr(-(2**31))
+HIGHEST = tl.constexpr(2**31 - 1)
+COUNT_MASK = tl.constexpr(2**21 - 1)
+COUNT_BITS = tl.constexpr(21)
 """Bits of each of three counts of columns, which are summed as one int64, so that a round takes one reduction."""
 
 

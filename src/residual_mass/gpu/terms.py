@@ -17,10 +17,10 @@ from residual_mass.gpu.cache import ADDS, MOMENTS, SUBTRACTS, DecodeCache, Metho
 from residual_mass.gpu.device import kernels_run_on, tiles_fit
 from residual_mass.methods import Method, Moments, TopK
 
-LONGEST = 2**21
-"""Columns that the selection of the kernels can count (`gpu.selection`)."""
-MOST_ROWS = 2**16
-"""Query rows of all examples and KV heads that one launch can number."""
+MOST_COLUMNS = 2**21
+"""Columns, below which the selection of the kernels can count them (`gpu.selection`)."""
+LAUNCH_ROWS = 2**16
+"""Query rows of all examples and KV heads, below which one launch can number them."""
 
 
 class PrefixTerms:
@@ -51,8 +51,9 @@ class PrefixTerms:
 
 def method_rows(arms: ArmRows) -> MethodRows | None:
     """Returns the settings of rows for the kernels; None if an arm has a method that they do not compute."""
-    if not all(one.selector == TopK() and (one.own is None or isinstance(one.own, Moments)) for one in arms.methods):
-        return None
+    for method in arms.methods:
+        if method.selector != TopK() or not (method.own is None or isinstance(method.own, Moments)):
+            return None
     kinds = [kind_of(one) for one in arms.methods]
     k = arms.k.squeeze(1).to(torch.int32)
     group = k.shape[-1] // len(kinds)
@@ -62,7 +63,12 @@ def method_rows(arms: ArmRows) -> MethodRows | None:
 
 def kind_of(method: Method) -> int:
     """Returns the flags of query rows of a method."""
-    return ADDS * (method.phi is not None) + SUBTRACTS * method.subtracts + MOMENTS * (method.own is not None)
+    flags = SUBTRACTS * method.subtracts
+    if method.phi is not None:
+        flags += ADDS
+    if method.own is not None:
+        flags += MOMENTS
+    return flags
 
 
 def kernels_serve(queries: Tensor, layer: PrefixLayer, summary: Summary | None, arms: ArmRows) -> bool:
@@ -76,7 +82,7 @@ def kernels_serve(queries: Tensor, layer: PrefixLayer, summary: Summary | None, 
         widths.append(summary.features.shape[-1])
     if not tiles_fit(*widths) or values.shape != keys.shape:
         return False
-    if keys.shape[2] >= LONGEST or queries.shape[:3].numel() >= MOST_ROWS:
+    if keys.shape[2] >= MOST_COLUMNS or queries.shape[:3].numel() >= LAUNCH_ROWS:
         return False
     if any(x.dtype not in (torch.bfloat16, torch.float32) for x in (queries, keys, values)):
         return False
@@ -95,7 +101,7 @@ def kernel_terms(
     scale: float,
 ) -> Terms:
     """Same as `decode.prefix.prefix_terms`, for arguments with `kernels_serve`."""
-    from residual_mass.gpu.path import prefix_terms
+    from residual_mass.gpu.path import terms_over_prefix
 
     assert layer.span is not None
     first, last, anchors = layer.span
@@ -111,4 +117,4 @@ def kernel_terms(
     for own, members in arms.own:
         state = MomentState(*(part.contiguous() for part in layer.state(own)))
         moments.append((state, members))
-    return prefix_terms(queries, cache, added, rows, moments, sink=anchors.sink, tail=anchors.tail, scale=scale)
+    return terms_over_prefix(queries, cache, added, rows, moments, sink=anchors.sink, tail=anchors.tail, scale=scale)

@@ -34,11 +34,15 @@ class TritonPasses:
 
     def __init__(self, inputs: Inputs, weights: Weights) -> None:
         inputs = Inputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in inputs))
-        self.last, self.tau, self.query_shift = inputs.last, weights.tau, inputs.query_shift
-        (self.heads, self.rows, self.m), self.length = inputs.query.shape, inputs.keys.shape[1]
+        self.last = inputs.last
+        self.tau = weights.tau
+        self.query_shift = inputs.query_shift
+        self.heads, self.rows, self.m = inputs.query.shape
+        self.length = inputs.keys.shape[1]
         self.shares = triton.cdiv(self.length, KEYS_OF_SHARE)
-        types = product_type(inputs.queries, inputs.keys), product_type(inputs.query, inputs.key)
-        at_once = min(ROW_BLOCK[kind] for kind in types)
+        score_type = product_type(inputs.queries, inputs.keys)
+        feature_type = product_type(inputs.query, inputs.key)
+        at_once = min(ROW_BLOCK[score_type], ROW_BLOCK[feature_type])
         self.by_share = (triton.cdiv(self.rows, at_once), self.shares, self.heads)
         self.teacher = {
             "queries": inputs.queries,
@@ -48,7 +52,7 @@ class TritonPasses:
             "rows": self.rows,
             "length": self.length,
             "D": inputs.keys.shape[-1],
-            "DOT_TYPE": types[0],
+            "DOT_TYPE": score_type,
             "ROWS": at_once,
             "KEYS": KEY_BLOCK,
             "num_warps": 8,
@@ -62,7 +66,7 @@ class TritonPasses:
             "band": weights.band,
             "delta": weights.huber_delta,
             "M": self.m,
-            "FEATURE_TYPE": types[1],
+            "FEATURE_TYPE": feature_type,
         }
 
     def sums(self) -> Sums:
@@ -72,16 +76,20 @@ class TritonPasses:
         self.shifts = torch.stack((maxima, self.query_shift - maxima))
         parts = maxima.new_empty(9, self.shares, self.heads, self.rows)
         sums_kernel[self.by_share](**self.teacher, **self.student, per_row=self.shifts, sums=parts, SHARE=KEYS_OF_SHARE)
+        # The student's sums are relative to the largest score of their share, the others to that of all shares.
         largest, warm_hat, cold_hat = parts[:3]
+        log_warm_hat = (largest / self.tau + warm_hat.log()).logsumexp(0)
+        log_cold_hat = (largest + cold_hat.log()).logsumexp(0)
         warm, cold, crossed, in_band, top, false_positive = parts[3:].sum(1)
+        cross = crossed / self.tau
+        out_of_band = beyond(self.last, in_band)
         return Sums(
-            warm.log(), (largest / self.tau + warm_hat.log()).logsumexp(0), cold.log(),
-            (largest + cold_hat.log()).logsumexp(0), crossed / self.tau, in_band, top, beyond(self.last, in_band),
-            false_positive,
-        )  # fmt: skip
+            warm.log(), log_warm_hat, cold.log(), log_cold_hat, cross, in_band, top, out_of_band, false_positive
+        )
 
     def gradients(self, sums: Sums, factors: Factors) -> tuple[Tensor, Tensor]:
-        per_row = torch.cat((self.shifts, torch.stack((sums.log_warm, sums.log_warm_hat, sums.log_z_hat, *factors))))
+        of_rows = torch.stack((sums.log_warm, sums.log_warm_hat, sums.log_z_hat, *factors))
+        per_row = torch.cat((self.shifts, of_rows))
         parts = per_row.new_empty(self.shares, self.heads, self.rows, self.m)
         query_gradient_kernel[self.by_share](
             **self.teacher, **self.student, per_row=per_row, gradient=parts, SHARE=KEYS_OF_SHARE

@@ -214,8 +214,8 @@ def test_an_engine_decodes_the_torch_paths_tokens(monkeypatch: pytest.MonkeyPatc
         calls.append(1)
         return compute(*arguments, **options)
 
-    compute = path.prefix_terms
-    monkeypatch.setattr(path, "prefix_terms", counted)
+    compute = path.terms_over_prefix
+    monkeypatch.setattr(path, "terms_over_prefix", counted)
     tokens = []
     for kernels in (False, True):
         for module in (backends, terms):

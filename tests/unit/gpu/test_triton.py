@@ -174,7 +174,7 @@ def prefix_step(dtype: torch.dtype, rows: int, d: int, m: int, length: int, most
     """One step of rows of all methods over a prefix that they share."""
     from residual_mass.core.moments import MomentState
     from residual_mass.gpu.cache import DecodeCache, MethodRows
-    from residual_mass.gpu.path import prefix_terms
+    from residual_mass.gpu.path import terms_over_prefix
 
     heads = (2, 8)
 
@@ -189,7 +189,7 @@ def prefix_step(dtype: torch.dtype, rows: int, d: int, m: int, length: int, most
         for p, c in ((1, 1), (64, 1))
     ]
     k, kinds = torch.zeros(2, rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    prefix_terms(
+    terms_over_prefix(
         empty(rows, d, dtype=dtype), cache, empty(rows, m), MethodRows(k, kinds, most),
         [(state, torch.arange(3)) for state in moments], sink=4, tail=16, scale=d**-0.5,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from torch import Tensor
 from residual_mass.core.accounting import CLAMP_RELATIVE
 from residual_mass.core.moments import FARTHEST, LARGEST_CUT, LEAST_VARIANCE, MomentState, PartTerms, truncated_parts
 from residual_mass.core.selection import largest, products_at, weighted_sum
-from residual_mass.gpu.cache import DecodeCache, OnePart, PackedKeys, mid_region, unpacked
+from residual_mass.gpu.cache import DecodeCache, OnePart, PackedKeys, mid_mask, unpacked
 
 ROWS = 4
 """Query rows are padded to a multiple of this: on CPUs a matrix product of four rows is faster than one of three."""
@@ -43,7 +43,7 @@ def fixed_columns(cache: DecodeCache, sink: int, tail: int, generated: int) -> F
     """Returns the columns that all queries of a step read, with `generated` tokens (1 or more) in the cache."""
     columns, valid = _anchors_and_generated(cache, sink, tail, generated)
     others = (cache.last - cache.first - sink - tail)[:, None, None]
-    left_out = ~mid_region(cache, sink, tail)[:, None, None]
+    left_out = ~mid_mask(cache, sink, tail)[:, None, None]
     return FixedColumns(columns[:, None, None], valid[:, None, None], left_out, others)
 
 

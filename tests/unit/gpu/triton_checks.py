@@ -28,7 +28,7 @@ from residual_mass.core import rel_l1
 from residual_mass.core.feature_maps import FoldedMap, ReZeroMap
 from residual_mass.gpu import path
 from residual_mass.gpu.cache import DecodeCache
-from residual_mass.gpu.path import QueryMap, Region, Selection, Step, decode_attention
+from residual_mass.gpu.path import Launches, QueryMap, Region, Selection, decode_attention
 from residual_mass.gpu.selection import SUB
 from residual_mass.methods import QuantisedScan
 
@@ -97,7 +97,7 @@ def test_maxima_are_those_of_the_mid_regions_scores(method: str, groups: int, d:
     arguments = moved(p.arguments(7, method))
     query, cache = arguments["query"], arguments["cache"]
     generated = torch.tensor([p.generated], dtype=torch.int32, device=DEVICE)
-    step = Step(query, cache, Region(7, p.sink, p.tail), p.scale, generated)
+    step = Launches(query, cache, Region(7, p.sink, p.tail), p.scale, generated)
     scores, maxima = step.scan() if method == "scan" else step.score()
     spans = [(first + p.sink, last - p.tail) for first, last in real for _ in range(query.shape[1])]
     assert torch.equal(maxima.cpu(), maxima_of(scores.cpu(), spans))
@@ -143,7 +143,7 @@ def test_selects_the_first_of_what_ties_in_rows_with_and_without_padding(
     first, last = torch.tensor(spans, dtype=torch.int32).T.contiguous().to(DEVICE)
     buffer = torch.empty(len(spans), 1, length, 16, device=DEVICE)
     cache, region = DecodeCache(buffer, buffer, first, last, length), Region(min(k, length), SINK, TAIL)
-    step = Step(torch.empty(len(spans), len(rows), 16, device=DEVICE), cache, region, 1.0)
+    step = Launches(torch.empty(len(spans), len(rows), 16, device=DEVICE), cache, region, 1.0)
     selection = step.select(scores.to(DEVICE), maxima.to(DEVICE))
     wanted = [max(min(k, end - begin), 0) for begin, end in each]
     least = selection.least.cpu()
@@ -171,7 +171,7 @@ def check_step(arguments: dict[str, object]) -> None:
     k, sink, tail, scale = (arguments[name] for name in ("k", "sink", "tail", "scale"))
     wanted = mid.sum(-1).clamp(max=k).repeat_interleave(query.shape[1])
     generated = torch.tensor([arguments["generated"]], dtype=torch.int32, device=DEVICE)
-    step = Step(query, cache, Region(min(k, cache.length), sink, tail), scale, generated)
+    step = Launches(query, cache, Region(min(k, cache.length), sink, tail), scale, generated)
     selection = step.select(*(step.score() if cache.scan is None else step.scan()))
     chosen = torch.zeros(len(wanted), cache.length, dtype=torch.bool)
     for row, columns in enumerate(retrieved_columns(selection, wanted.tolist())):

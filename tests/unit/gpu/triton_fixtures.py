@@ -22,6 +22,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few columns and rows make many blocks, several rounds, and an unfilled last one of each."""
     from residual_mass.gpu import path
 
-    sizes = {"SCORE_BLOCK": 16, "MOST_ROWS": 16, "SELECT_CHUNK": 32, "SLOTS": 16, "MOST_SPLITS": 2}
+    sizes = {"SCORE_BLOCK": 16, "TILE_ROWS": 16, "SELECT_CHUNK": 32, "SLOTS": 16, "MOST_SPLITS": 2}
     for name, size in sizes.items():
         monkeypatch.setattr(path, name, size)
