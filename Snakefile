@@ -30,8 +30,8 @@ if set(SOURCE) & set(":{}\n"):
 from residual_mass.paper import published as of_the_paper
 from residual_mass.spec import paths
 from residual_mass.study import start
-from residual_mass.study.plan import load
-from residual_mass.study.resources import JobSize, flags, launcher, shown
+from residual_mass.study.plan import load_plan
+from residual_mass.study.resources import JobSize, flags, launcher, reported
 from residual_mass.texts.assets import WHEEL_PINS, read_pins
 
 
@@ -41,7 +41,7 @@ configfile: ROOT / "config/config.yaml"
 report: "workflow/report/workflow.rst"
 
 
-plan = load(ROOT, config)
+plan = load_plan(ROOT, config)
 machine = JobSize(plan, workflow)
 study = plan.main.study
 ASSETS = shlex.quote(str(plan.assets_folder))
@@ -75,7 +75,7 @@ include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/diagnostics.smk"
 include: "workflow/rules/paper.smk"
-include: "workflow/rules/look.smk"
+include: "workflow/rules/utilities.smk"
 
 
 rule all:
@@ -98,7 +98,7 @@ rule published:
 
 
 # Snakemake has no handler for the end of a dry run.
-atexit.register(start.say_of_dry_run, plan, workflow, Path.cwd())
+atexit.register(start.print_dry_run_summary, plan, workflow, Path.cwd())
 
 
 onstart:

@@ -38,7 +38,7 @@ LESS_MEMORY = {
     "serve": "lower --memory, or pack the weights with --weights 4",
     "runtime": "leave the longest contexts out of runtime.contexts",
 }
-LONGEST = 2000
+MAX_MESSAGE_LENGTH = 2000
 """Maximum number of characters of an error message."""
 DEFERRED = (signal.SIGTERM, signal.SIGINT)
 """Signals that end a stage with a one-line message; they are blocked while the stage is imported."""
@@ -100,8 +100,8 @@ def _start_log() -> None:
 
 def _refuse(stage: str, message: str) -> NoReturn:
     line = " ".join(message.split())
-    if len(line) > LONGEST:  # a damaged file can have long fields; the problem comes first, the remedy last
-        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    if len(line) > MAX_MESSAGE_LENGTH:  # a damaged file can have long fields; the problem comes first, the remedy last
+        line = f"{line[: MAX_MESSAGE_LENGTH // 2]} ... {line[-MAX_MESSAGE_LENGTH // 2 :]}"
     print(f"{_called(stage)}: error: {line}", file=sys.stderr)
     sys.exit(2)
 
@@ -179,7 +179,8 @@ def _add_argument(parser: argparse.ArgumentParser, parameter: inspect.Parameter)
     """Adds the flag of a parameter that is a file, a sequence of files, or a text; a spec has the flag `--spec`. Files
     with a default are positional. A parameter of another type has no flag and is for callers in Python.
     """
-    flag, hint = f"--{parameter.name.replace('_', '-')}", parameter.annotation
+    flag = f"--{parameter.name.replace('_', '-')}"
+    hint = parameter.annotation
     if isinstance(hint, type) and issubclass(hint, Settings):
         parser.add_argument("--spec", required=True, help="hyper-parameters as one JSON object")
     elif hint == Sequence[Path] and parameter.default is not parameter.empty:
@@ -197,8 +198,11 @@ def _run(name: str, options: dict[str, Any]) -> Any:
     run = _function(name)
     if "spec" in options:
         options["spec"] = parse_spec(_parameters(run)["spec"].annotation, options["spec"])
-    outputs = [options[output] for output in STAGES[name][1].split()]
-    require_writable(*(path for output in outputs for path in (output if isinstance(output, list) else [output])))
+    outputs: list[Path] = []
+    for flag in STAGES[name][1].split():
+        files = options[flag]
+        outputs += files if isinstance(files, list) else [files]
+    require_writable(*outputs)
     if name in LESS_MEMORY:
         _use_machine(options["spec"])
     return run(**options)

@@ -9,9 +9,9 @@ gets no hours, because rates of another model would be a guess.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -21,7 +21,7 @@ from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import ForceSpec, Job, read_jobs
 from residual_mass.spec.tasks import task_named, tasks_of
 
-STAGES = {"train": "train", "train_variants": "train", "generate": "generate", "force": "force"}
+STAGE_OF_RULE = {"train": "train", "train_variants": "train", "generate": "generate", "force": "force"}
 """The stage of each rule that trains or decodes."""
 FINISHED = ("generations/*/*", "forced/*", "phi/*")
 """Patterns of the results of these rules."""
@@ -35,16 +35,20 @@ def run(jobs: Path, results: Path) -> None:
     if hours.empty:
         print("nothing to train or to decode")
         return
-    by_result = hours.groupby("result", sort=False).agg(
-        jobs=("hours", "size"), present=("present", "sum"), hours=("hours", lambda hours: hours.sum(skipna=False))
-    )
+
+    def total(hours: pd.Series) -> float:
+        return hours.sum(skipna=False)
+
+    of_results = hours.groupby("result", sort=False)
+    by_result = of_results.agg(jobs=("hours", "size"), present=("present", "sum"), hours=("hours", total))
     print(by_result.to_string(float_format="{:.2f}".format, na_rep="no rate yet"))
     to_do = hours[~hours["present"]]
-    print(f"\nLeft to do:{' nothing' if to_do.empty else ''}")
+    print("\nLeft to do: nothing" if to_do.empty else "\nLeft to do:")
     for (backbone, stage), left in to_do.groupby(["backbone", "stage"], sort=False)["hours"]:
-        unknown = "no rate measured yet; finish a small job first, for example with --config examples=2"
-        known = f"about {left.sum():.2f} hours"
-        print(f"  {backbone}, {stage}: {len(left)} jobs, {unknown if left.isna().any() else known}")
+        time = f"about {left.sum():.2f} hours"
+        if left.isna().any():
+            time = "no rate measured yet; finish a small job first, for example with --config examples=2"
+        print(f"  {backbone}, {stage}: {len(left)} jobs, {time}")
 
 
 def time_left(jobs: Iterable[Job], results: Path) -> str:
@@ -63,47 +67,80 @@ def _hours(jobs: Iterable[Job], results: Path) -> pd.DataFrame:
     """Returns result, backbone, stage, whether it is present, and hours (NaN: no rate) of jobs that train or decode."""
     rates = list(_rates(results))
     rows = []
-    for job in (job for job in jobs if job.rule in STAGES):
-        path, backbone, stage = Path(job.outputs[0]), job.spec["backbone"]["name"], STAGES[job.rule]
-        length = tokens_of(job.spec["length"])
-        fitting = [rate for rate in reversed(rates) if rate[:2] == (backbone, stage)]
-        *_, seconds = min(fitting, key=lambda rate: abs(math.log(rate[2] / length)), default=(None,))
-        hours = sum(count * seconds[unit] for unit, count in _units(job).items()) / 3600 if seconds else math.nan
+    for job in jobs:
+        if job.rule not in STAGE_OF_RULE:
+            continue
+        path = Path(job.outputs[0])
+        backbone = job.spec["backbone"]["name"]
+        stage = STAGE_OF_RULE[job.rule]
+        of_backbone = [rate for rate in reversed(rates) if rate.backbone == backbone and rate.stage == stage]
         result = path.parent if stage == "generate" else path  # a folder, with one file per task
-        rows.append((str(result), backbone, stage, path.exists(), hours))
+        rows.append((str(result), backbone, stage, path.exists(), _hours_of(job, of_backbone)))
     return pd.DataFrame(rows, columns=["result", "backbone", "stage", "present", "hours"])
+
+
+class Rate(NamedTuple):
+    """What a finished job took.
+
+    Attributes:
+        length: in tokens.
+        seconds: per unit of work, by its name.
+    """
+
+    backbone: str
+    stage: str
+    length: int
+    seconds: dict[str, float]
+
+
+def _hours_of(job: Job, rates: Sequence[Rate]) -> float:
+    """Returns the hours of a job by the rate of the nearest length; NaN if there is no rate."""
+    if not rates:
+        return math.nan
+    length = tokens_of(job.spec["length"])
+    nearest = min(rates, key=lambda rate: abs(math.log(rate.length / length)))
+    seconds = 0.0
+    for unit, count in _units(job).items():
+        seconds += count * nearest.seconds[unit]
+    return seconds / 3600
 
 
 def _units(job: Job) -> dict[str, int]:
     """Returns the units of work of a job by name."""
-    spec, length = job.spec, tokens_of(job.spec["length"])
+    spec = job.spec
+    length = tokens_of(spec["length"])
     if job.rule == "generate":
         limits = [task_named(spec["benchmark"], task).max_new_tokens for task in spec["tasks"]]
-        prompts, rows = spec["examples"] * len(limits), spec["examples"] * len(spec["arms"])
-        return {"prompt token": prompts * length, "generated token": rows * sum(limits)}
+        prompts = spec["examples"] * len(limits)
+        rows_per_task = spec["examples"] * len(spec["arms"])
+        return {"prompt token": prompts * length, "generated token": rows_per_task * sum(limits)}
     if job.rule == "force":  # a prompt is continued twice under each arm, by its right answer and by the greedy one
         force = parsed(ForceSpec, spec)
-        prompts = sum(asked.examples * len(tasks_of(asked.benchmark, length)) for asked in force.asked)
+        prompts = 0
+        for benchmark in force.asked:
+            prompts += benchmark.examples * len(tasks_of(benchmark.benchmark, length))
         documents = len(force.corpora) * force.documents
         continuations = documents * len(force.rows_of_document) + 2 * prompts * len(force.rows_of_answer)
         return {"continued token": continuations * length}
-    return {"trained token": spec["steps"] * spec["sequences_per_step"] * len(spec["variants"]) * length}
+    sequences = spec["steps"] * spec["sequences_per_step"]
+    return {"trained token": sequences * len(spec["variants"]) * length}
 
 
-def _rates(results: Path) -> Iterator[tuple[str, str, int, dict[str, float]]]:
-    """Yields backbone, stage, length and the seconds per unit of every finished job that recorded them, by name."""
+def _rates(results: Path) -> Iterator[Rate]:
+    """Yields the rate of every finished job that recorded one, by name."""
     for path in sorted(path for pattern in FINISHED for path in results.glob(f"{pattern}.meta.json")):
         meta = read_json(path)
         length = tokens_of(meta["spec"]["length"])
         for stage, seconds in _seconds(meta, length):
-            yield meta["spec"]["backbone"]["name"], stage, length, seconds
+            yield Rate(meta["spec"]["backbone"]["name"], stage, length, seconds)
 
 
 def _seconds(meta: dict[str, Any], length: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Yields the stage of a record and its seconds per unit, or nothing if the job had no work left to do."""
     if meta.get("decode_seconds") and meta.get("prefill_seconds"):
-        prefill = meta["prefill_seconds"] / meta["prefill_tokens"]
-        yield "generate", {"prompt token": prefill, "generated token": meta["decode_seconds"] / meta["decode_rows"]}
+        per_prompt_token = meta["prefill_seconds"] / meta["prefill_tokens"]
+        per_generated_token = meta["decode_seconds"] / meta["decode_rows"]
+        yield "generate", {"prompt token": per_prompt_token, "generated token": per_generated_token}
     elif meta.get("steps"):
         tokens = meta["steps"] * meta["spec"]["sequences_per_step"] * length
         yield "train", {"trained token": meta["seconds"] * meta["processes"] / tokens}

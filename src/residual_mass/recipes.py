@@ -3,7 +3,15 @@ Snakemake reruns it.
 """
 
 RECIPES = {
-    "prompts": 3, "generate": 6, "score": 5, "train": 3, "capture": 5, "kernels": 5,
-    "findings": 2, "runtime": 4, "force": 4, "fidelity": 2,
+    "prompts": 3,
+    "train": 3,
+    "generate": 6,
+    "score": 5,
+    "force": 4,
+    "fidelity": 2,
+    "capture": 5,
+    "kernels": 5,
+    "findings": 2,
     "residual_errors": 5,
-}  # fmt: skip
+    "runtime": 4,
+}

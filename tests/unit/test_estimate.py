@@ -13,7 +13,7 @@ from residual_mass import estimate
 from residual_mass.files import write_text
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec, to_json
-from residual_mass.spec.specs import AskedSpec, BackboneSpec, ForceSpec, Job
+from residual_mass.spec.specs import ForcedPromptsSpec, BackboneSpec, ForceSpec, Job
 
 
 def finish(path: Path, **facts: object) -> None:
@@ -58,7 +58,7 @@ def training(backbone: str, length: str, rule: str = "train", variants: int = 1)
 
 def forcing(length: str) -> Job:
     """Ten documents and the prompts of RULER's twelve tasks that fit 1k; four arms, two of them in both states."""
-    asked = AskedSpec(
+    asked = ForcedPromptsSpec(
         benchmark="ruler", examples=3, chat_template=False, answer_margin=None, stop_when_saturated=False,
         budget_length="nominal", batch_tokens=1,
     )  # fmt: skip

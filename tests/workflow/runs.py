@@ -20,12 +20,12 @@ from tests import forks
 
 from residual_mass.spec import specs
 from residual_mass.study import plan
-from residual_mass.study.config import load
+from residual_mass.study.config import load_configuration
 
 ROOT = Path(__file__).parents[2]
 SPECS: dict[str, type[Any]] = {"train_variants": specs.TrainSpec} | {
     stage: getattr(specs, name)
-    for stage in plan.JOBS
+    for stage in plan.JOBS_OF_STAGES
     if hasattr(specs, name := f"{stage.title().replace('_', '')}Spec")
 }
 """Of the stages that take one."""
@@ -160,7 +160,7 @@ def configuration_error(checkout: Path, settings: dict[str, Any] | None = None) 
     config = yaml.safe_load((checkout / "config" / "config.yaml").read_text())
     update_config(config, settings or {})
     try:
-        load(checkout, config)
+        load_configuration(checkout, config)
     except ValueError as error:
         return str(error)
     return ""
@@ -168,4 +168,4 @@ def configuration_error(checkout: Path, settings: dict[str, Any] | None = None) 
 
 def plan_of(checkout: Path, **config: Any) -> plan.Plan:
     """The plan of a checkout, with settings as on the command line."""
-    return plan.load(checkout, yaml.safe_load((checkout / "config" / "config.yaml").read_text()) | config)
+    return plan.load_plan(checkout, yaml.safe_load((checkout / "config" / "config.yaml").read_text()) | config)

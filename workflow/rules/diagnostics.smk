@@ -78,7 +78,7 @@ use rule score as findings with:
         unpack(plan.inputs("findings")),
     output:
         accounting=paths.ACCOUNTING,
-        claims=shown(paths.CLAIMS, "Claims", "claims", backbone="{backbone}"),
+        claims=reported(paths.CLAIMS, "Claims", "claims", backbone="{backbone}"),
     log:
         "logs/findings/{backbone}.log",
     benchmark:

@@ -6,8 +6,8 @@ use rule score as table with:
         plan.here(paths.TEMPLATE.format(name="frame")),
         unpack(plan.inputs("table")),
     output:
-        out=shown(paths.TABLE, "Tables", "table", "{study}", table="{label}", file="LaTeX"),
-        cells=shown(paths.CELLS, "Tables", "table", "{study}", table="{label}", file="cells"),
+        out=reported(paths.TABLE, "Tables", "table", "{study}", table="{label}", file="LaTeX"),
+        cells=reported(paths.CELLS, "Tables", "table", "{study}", table="{label}", file="cells"),
     log:
         "logs/table/{study}_{label}.log",
     benchmark:
@@ -36,7 +36,7 @@ use rule score as comparison with:
     input:
         unpack(plan.inputs("comparison")),
     output:
-        out=shown(paths.COMPARISON, "Comparison with the paper", "comparison", "{study}"),
+        out=reported(paths.COMPARISON, "Comparison with the paper", "comparison", "{study}"),
     log:
         "logs/comparison/{study}.log",
     benchmark:
@@ -65,7 +65,7 @@ use rule score as figure with:
         unpack(plan.inputs("figure")),
     output:
         pdf=paths.FIGURE_PDF,
-        png=shown(paths.FIGURE_PNG, "Figures", "figure", "{study}", figure="{label}"),
+        png=reported(paths.FIGURE_PNG, "Figures", "figure", "{study}", figure="{label}"),
     log:
         "logs/figure/{study}_{label}.log",
     benchmark:
@@ -93,7 +93,7 @@ use rule mismatch as document_pdf with:
     input:
         document=paths.DOCUMENT,
     output:
-        out=shown(paths.DOCUMENT_PDF, "Document", "document", study="{study}"),
+        out=reported(paths.DOCUMENT_PDF, "Document", "document", study="{study}"),
     log:
         "logs/document_pdf/{study}.log",
     benchmark:

@@ -6,7 +6,7 @@ rule train:
         unpack(plan.inputs("train")),
     output:
         out=paths.PHI,
-        log_csv=shown(paths.TRAINING_LOG, "Training", "training", backbone="{backbone}", maps="{maps}"),
+        log_csv=reported(paths.TRAINING_LOG, "Training", "training", backbone="{backbone}", maps="{maps}"),
     log:
         "logs/train/{backbone}_{maps}.log",
     benchmark:
@@ -37,7 +37,7 @@ use rule train as train_variants with:
         unpack(plan.inputs("train_variants")),
     output:
         out=plan.variants_phi,
-        log_csv=shown(paths.VARIANTS_LOG, "Training", "training", backbone="{backbone}", maps="{maps}, variants"),
+        log_csv=reported(paths.VARIANTS_LOG, "Training", "training", backbone="{backbone}", maps="{maps}, variants"),
     log:
         "logs/train/{backbone}_{maps}-variants.log",
     benchmark:

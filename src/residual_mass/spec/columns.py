@@ -12,14 +12,20 @@ SCORE_COLUMNS = (
     "gain gain_ci_low gain_ci_high gain_p mde full_gap full_gap_p right_to_wrong wrong_to_right flags data "
     "k_mean k_zero_share cut_share decoding study model_id revision phi_sha prompts_sha weights"
 ).split()
-FOLLOWING, GOLD, GREEDY, DRAFT = "following", "gold", "greedy", "draft"
-"""Continuations: the text that follows, the right answer, the greedy answer of full attention, and its greedy
-continuation of a document, which methods draft.
-"""
+FOLLOWING = "following"
+"""A continuation: the text that follows."""
+GOLD = "gold"
+"""A continuation: the right answer."""
+GREEDY = "greedy"
+"""A continuation: the greedy answer of full attention."""
+DRAFT = "draft"
+"""A continuation: full attention's greedy one of a document, which methods draft."""
 DRAFTED = 32
 """Tokens of a draft, unless full attention ends its text earlier."""
-OWN, DENSE = "own", "dense"
-"""States of the forced tokens: the arm's own, or those of full attention."""
+OWN = "own"
+"""A state of the forced tokens: the arm's own."""
+DENSE = "dense"
+"""A state of the forced tokens: that of full attention."""
 FORCED_COLUMNS = (
     "text task index continuation state method budget_percent maps phi_sha k position token seen "
     "nll full_nll kl same_top first"
@@ -32,22 +38,29 @@ FIDELITY_COLUMNS = (
 
 def decoding_words(settings: Decoding, truncate_to: str) -> str:
     """Describes the settings that affect a benchmark's generated texts, for its result CSV."""
-    parts = {
-        "chat template": settings.chat_template,
-        f"up to {settings.answer_margin} tokens past the references": settings.answer_margin is not None,
-        "stops when settled": settings.stop_when_saturated,
-        f"budgets of the {settings.budget_length} length": True,
-        f"cut to {truncate_to}": True,
-    }
-    return "; ".join(["greedy", *(text for text, holds in parts.items() if holds)])
+    words = ["greedy"]
+    if settings.chat_template:
+        words.append("chat template")
+    if settings.answer_margin is not None:
+        words.append(f"up to {settings.answer_margin} tokens past the references")
+    if settings.stop_when_saturated:
+        words.append("stops when settled")
+    words.append(f"budgets of the {settings.budget_length} length")
+    words.append(f"cut to {truncate_to}")
+    return "; ".join(words)
 
 
 def decoding_settings(words: str) -> dict[str, bool | int | str | None]:
     """Parses the settings that can change a score from `decoding_words`; leaves out those that it does not state."""
-    patterns = r"up to (\d+) tokens past", r"budgets of the (\w+) length", r"cut to (\w+)"
-    margin, length, cut = (re.search(pattern, words) for pattern in patterns)
-    return {
+    margin = re.search(r"up to (\d+) tokens past", words)
+    length = re.search(r"budgets of the (\w+) length", words)
+    cut = re.search(r"cut to (\w+)", words)
+    settings: dict[str, bool | int | str | None] = {
         "chat_template": "chat template" in words,
         "answer_margin": int(margin[1]) if margin else None,
-        **{name: match[1] for name, match in (("budget_length", length), ("truncate_to", cut)) if match},
     }
+    if length:
+        settings["budget_length"] = length[1]
+    if cut:
+        settings["truncate_to"] = cut[1]
+    return settings

@@ -30,9 +30,11 @@ class Kind:
 
 
 TEXTS = ("backbone", "texts", "lengths")
-ONE_CAPTURE, CAPTURES = ("backbone", "corpus", "length"), ("backbone", "corpora", "lengths")
-HEADS, ERRORS = (paths.HEADS,), (paths.RESIDUAL_ERRORS,)
 ONE_TEXT = ("backbone", "text", "length")
+CAPTURES = ("backbone", "corpora", "lengths")
+ONE_CAPTURE = ("backbone", "corpus", "length")
+ERRORS = (paths.RESIDUAL_ERRORS,)
+HEADS = (paths.HEADS,)
 FIGURES = {
     "fidelity": Kind("fidelity", TEXTS, (paths.FIDELITY,), main_maps=True),
     "fidelity_tokens": Kind("fidelity", ONE_TEXT, (paths.FORCED,), main_maps=True, one_budget=True, several=True),
@@ -55,8 +57,9 @@ FIGURES = {
 
 def kind_of(label: str) -> str:
     """Returns the name of a figure's kind. Raises ValueError if the label has none."""
-    several = (name for name, figure in FIGURES.items() if figure.several)
-    kind = next((name for name in several if re.fullmatch(rf"{name}(_[a-z0-9]+)*", label)), label)
-    if kind not in FIGURES:
+    for name, kind in FIGURES.items():
+        if kind.several and re.fullmatch(rf"{name}(_[a-z0-9]+)*", label):
+            return name
+    if label not in FIGURES:
         raise ValueError(f"{label} is not one of {', '.join(FIGURES)}")
-    return kind
+    return label

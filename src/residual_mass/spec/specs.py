@@ -113,7 +113,7 @@ class GenerateSpec(ArmsSpec, Decoding):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedSpec(Decoding):
+class ForcedPromptsSpec(Decoding):
     """Prompts of a benchmark that are continued by given answers."""
 
     benchmark: str
@@ -125,7 +125,7 @@ class AskedSpec(Decoding):
 class ForceSpec(ArmsSpec, Continuations):
     """Given continuations under every arm; they may be longer than its maps were trained on."""
 
-    asked: tuple[AskedSpec, ...]
+    asked: tuple[ForcedPromptsSpec, ...]
     """One for each file of prompts."""
     arms_of_documents: tuple[ArmSpec, ...]
     """Further arms, only on documents and only in their own state."""
@@ -139,7 +139,8 @@ class ForceSpec(ArmsSpec, Continuations):
     @property
     def rows_of_draft(self) -> tuple[tuple[str, ArmSpec], ...]:
         """State and arm of each row of a draft."""
-        return tuple((OWN, arm) for arm in (*self.arms, *self.arms_of_documents) if not arm.is_full)
+        arms = (*self.arms, *self.arms_of_documents)
+        return tuple((OWN, arm) for arm in arms if not arm.is_full)
 
     @property
     def rows_of_answer(self) -> tuple[tuple[str, ArmSpec], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from residual_mass.metrics import ACC, QA_F1, ROUGE, STRING_MATCH, Metric
@@ -41,34 +41,45 @@ class Task:
         return "original" if data_source == "hub" else self.without_hub
 
 
-def _ruler(name: str, max_new_tokens: int, shortest: int = 1024, process_results: str = "process_results") -> Task:
-    return Task(name, name.removeprefix("ruler_").replace("_", " "), max_new_tokens, shortest, process_results)
+def _ruler(name: str, max_new_tokens: int, shortest: int = 1024) -> Task:
+    return Task(name, name.removeprefix("ruler_").replace("_", " "), max_new_tokens, shortest)
+
+
+def _ruler_questions(name: str, shortest: int) -> Task:
+    return replace(_ruler(name, 32, shortest), process_results="process_results_part")
 
 
 def _babilong(number: int) -> Task:
     return Task(f"babilong_qa{number}", f"QA{number}", 16, metric=ACC, without_hub="simulated")
 
 
+RULER_TASKS = (
+    _ruler("niah_single_1", 128),
+    _ruler("niah_single_2", 128),
+    _ruler("niah_single_3", 128),
+    _ruler("niah_multikey_1", 128),
+    _ruler("niah_multikey_2", 128),
+    _ruler("niah_multikey_3", 128),
+    _ruler("niah_multiquery", 128),
+    _ruler("niah_multivalue", 128),
+    _ruler("ruler_vt", 30),
+    _ruler("ruler_cwe", 120),
+    _ruler("ruler_fwe", 50),
+    _ruler_questions("ruler_qa_squad", shortest=1024),
+    _ruler_questions("ruler_qa_hotpot", shortest=2048),
+)
+LONGBENCH_TASKS = (
+    Task("longbench_gov_report", "GovReport", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
+    Task("longbench_qmsum", "QMSum", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
+    Task("longbench_musique", "MuSiQue", 32, 2048, "get_qa_f1_score", QA_F1, "stand-in"),
+    Task("longbench_hotpotqa", "HotpotQA", 32, 2048, "get_qa_f1_score", QA_F1),
+)
 BENCHMARKS: dict[str, tuple[Task, ...]] = {
-    "ruler": (
-        *(_ruler(f"niah_single_{number}", 128) for number in (1, 2, 3)),
-        *(_ruler(f"niah_multikey_{number}", 128) for number in (1, 2, 3)),
-        _ruler("niah_multiquery", 128),
-        _ruler("niah_multivalue", 128),
-        _ruler("ruler_vt", 30),
-        _ruler("ruler_cwe", 120),
-        _ruler("ruler_fwe", 50),
-        _ruler("ruler_qa_squad", 32, process_results="process_results_part"),
-        _ruler("ruler_qa_hotpot", 32, shortest=2048, process_results="process_results_part"),
-    ),
+    "ruler": RULER_TASKS,
     "babilong": tuple(_babilong(number) for number in (1, 2, 3, 4, 5)),
-    "longbench": (
-        Task("longbench_gov_report", "GovReport", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
-        Task("longbench_qmsum", "QMSum", 512, 1024, "get_rouge_score", ROUGE, "stand-in"),
-        Task("longbench_musique", "MuSiQue", 32, 2048, "get_qa_f1_score", QA_F1, "stand-in"),
-        Task("longbench_hotpotqa", "HotpotQA", 32, 2048, "get_qa_f1_score", QA_F1),
-    ),
+    "longbench": LONGBENCH_TASKS,
 }
+"""Tasks of each benchmark, in the order of the harness's group."""
 
 
 def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
@@ -77,9 +88,9 @@ def tasks_of(benchmark: str, length_tokens: int) -> tuple[str, ...]:
     Raises:
         ValueError: the benchmark is unknown, or the length is too short for all of its tasks.
     """
-    names = tuple(task.name for task in _known(benchmark) if task.shortest <= length_tokens)
+    names = tuple(task.name for task in _require_tasks(benchmark) if task.shortest <= length_tokens)
     if not names:
-        shortest = min(task.shortest for task in _known(benchmark))
+        shortest = min(task.shortest for task in _require_tasks(benchmark))
         raise ValueError(f"length {length_tokens}: {benchmark} needs at least {shortest} tokens; choose a longer one")
     return names
 
@@ -101,24 +112,25 @@ def parts_of(benchmark: str, length_tokens: int) -> dict[str, HubPart]:
         )
     if length_tokens % 1024:
         raise ValueError(f"length {length_tokens}: BABILong's data set has whole k only; choose 1k, 2k, 4k, ...")
-    return {task: HubPart(BABILONG, f"{length_tokens // 1024}k", name) for task, name in names.items()}
+    configuration = f"{length_tokens // 1024}k"
+    return {task: HubPart(BABILONG, configuration, name) for task, name in names.items()}
 
 
 def too_long(benchmark: str, length_tokens: int) -> dict[str, str]:
     """Returns the tasks that do not fit `length_tokens`, each with the reason."""
-    return {
-        task.name: f"needs at least {task.shortest} tokens, the length is {length_tokens}"
-        for task in _known(benchmark)
-        if task.shortest > length_tokens
-    }
+    reasons = {}
+    for task in _require_tasks(benchmark):
+        if task.shortest > length_tokens:
+            reasons[task.name] = f"needs at least {task.shortest} tokens, the length is {length_tokens}"
+    return reasons
 
 
 def task_named(benchmark: str, name: str) -> Task:
     """Returns the task `name` of a benchmark."""
-    return next(task for task in _known(benchmark) if task.name == name)
+    return next(task for task in _require_tasks(benchmark) if task.name == name)
 
 
-def _known(benchmark: str) -> tuple[Task, ...]:
+def _require_tasks(benchmark: str) -> tuple[Task, ...]:
     if benchmark not in BENCHMARKS:
         raise ValueError(f"benchmark {benchmark!r} is unknown; known are {', '.join(sorted(BENCHMARKS))}")
     names = [task.name for task in BENCHMARKS[benchmark]]

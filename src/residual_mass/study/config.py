@@ -213,7 +213,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load(root: Path, main: Mapping[str, Any]) -> Configuration:
+def load_configuration(root: Path, main: Mapping[str, Any]) -> Configuration:
     """Returns the configuration of a checkout.
 
     Args:

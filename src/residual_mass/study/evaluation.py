@@ -64,13 +64,13 @@ def train_variants(checkout: Checkout, w: Wildcards) -> Work:
 def _training(checkout: Checkout, w: Wildcards, variants: Mapping[str, Mapping[str, Any]]) -> Work:
     """One training job; its GPUs are a resource of the job and no part of the spec."""
     study = checkout.study_of(w)
-    trained = tuple(_variant(study, label, changes) for label, changes in sorted(variants.items()))
+    trained = [_variant(study, label, changes) for label, changes in sorted(variants.items())]
     spec = specs.TrainSpec(
         **fields_of(TrainingSettings, study.phi),
         name="study",
         backbone=checkout.backbone_spec(w.backbone),
         length=w.maps,
-        variants=trained,
+        variants=tuple(trained),
         anchors=study.anchors,
         recipe=RECIPES["train"],
     )
@@ -82,7 +82,8 @@ def _variant(study: Study, label: str, changes: Mapping[str, Any]) -> specs.Vari
     parts: dict[str, Any] = {"map": study.phi.map, "objective": study.phi.objective}
     for name, change in changes.items():
         where = f"config/config.yaml: variants.{label}.{name}."
-        parts[name] = parsed(type(parts[name]), asdict(parts[name]) | change, where)
+        changed = asdict(parts[name]) | change
+        parts[name] = parsed(type(parts[name]), changed, where)
     return specs.VariantSpec(label, **parts)
 
 
@@ -93,7 +94,8 @@ def force(checkout: Checkout, w: Wildcards) -> Work:
     """Given continuations under the arms of the main group, and documents under further arms as well."""
     study = checkout.study_of(w, "fidelity")
     maps = study.forced_maps([w.backbone])
-    asked = [name for name in study.fidelity.benchmarks if w.length in study.answered_lengths(name)]
+    benchmarks = [name for name in study.fidelity.benchmarks if w.length in study.answered_lengths(name)]
+    prompts = [_forced_prompts(study, name) for name in benchmarks]
     further = _arms_of_documents(study, maps)
     spec = specs.ForceSpec(
         **checkout.job_fields("force", w),
@@ -101,7 +103,7 @@ def force(checkout: Checkout, w: Wildcards) -> Work:
         length=w.length,
         arms=study.arms,
         arms_of_documents=further,
-        asked=tuple(_asked(study, name) for name in asked),
+        asked=tuple(prompts),
         anchors=study.anchors,
         truncate_to=study.truncate_to,
         maps=maps_specs(maps),
@@ -109,7 +111,7 @@ def force(checkout: Checkout, w: Wildcards) -> Work:
     )
     files = {
         "assets": checkout.assets_manifest,
-        "prompts": [checkout.prompts_file(w, name) for name in asked],
+        "prompts": [checkout.prompts_file(w, name) for name in benchmarks],
         "phi": checkout.phi_files(w, maps),
     }
     return files, spec
@@ -123,9 +125,9 @@ def _arms_of_documents(study: Study, maps: list[str]) -> tuple[ArmSpec, ...]:
     return tuple(ArmSpec(name, budget, label) for name, label in further for budget in study.budgets)
 
 
-def _asked(study: Study, benchmark: str) -> specs.AskedSpec:
+def _forced_prompts(study: Study, benchmark: str) -> specs.ForcedPromptsSpec:
     decoding = fields_of(Decoding, study.benchmarks[benchmark])
-    return specs.AskedSpec(**decoding, benchmark=benchmark, examples=study.fidelity.examples)
+    return specs.ForcedPromptsSpec(**decoding, benchmark=benchmark, examples=study.fidelity.examples)
 
 
 def fidelity(checkout: Checkout, w: Wildcards) -> Work:
@@ -146,6 +148,9 @@ def generate(checkout: Checkout, w: Wildcards) -> Work:
     study = checkout.study_of(w)
     maps = checkout.group_maps(study, w.group)
     arms = study.arms
+    tasks = (w.tasks,)
+    if w.tasks == "all":
+        tasks = tasks_of(w.benchmark, tokens_of(w.length))
     if w.group != "main":  # one method at one budget under different maps
         budget = study.comparison(w.group).budget
         arms = tuple(ArmSpec("topk_phi", budget, label) for label in maps)
@@ -153,7 +158,7 @@ def generate(checkout: Checkout, w: Wildcards) -> Work:
         **checkout.job_fields("generate", w),
         **fields_of(Decoding, study.benchmarks[w.benchmark]),
         benchmark=w.benchmark,
-        tasks=tasks_of(w.benchmark, tokens_of(w.length)) if w.tasks == "all" else (w.tasks,),
+        tasks=tasks,
         examples=checkout.examples_of(study, w.benchmark),
         length=w.length,
         arms=arms,

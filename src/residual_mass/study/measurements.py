@@ -81,6 +81,7 @@ def residual_errors(checkout: Checkout, w: Wildcards) -> Work:
     study = checkout.study_of(w, "residuals")
     compared = study.residuals
     maps = study.maps_for(compared.methods)
+    arms = [ArmSpec(name, compared.budgets[0]) for name in compared.methods]
     spec = specs.ResidualErrorsSpec(
         **checkout.job_fields("residual_errors", w),
         **fields_of(Sampling, compared),
@@ -91,19 +92,22 @@ def residual_errors(checkout: Checkout, w: Wildcards) -> Work:
         anchors=study.anchors,
         maps=maps_specs(maps)[0] if maps else None,
         bootstrap_resamples=study.score.bootstrap_resamples,
-        identities=identities_of(ArmSpec(name, compared.budgets[0]) for name in compared.methods),
+        identities=identities_of(arms),
     )
     return {"assets": checkout.assets_manifest, "phi": checkout.phi_files(w, maps)}, spec
 
 
 def runtime(checkout: Checkout, w: Wildcards) -> Work:
     study = checkout.study_of(w)
-    own = map(method_named, study.own_methods())
+    with_fast_step = []
+    for name in study.own_methods():
+        if backends_of(method_named(name)) != ("torch",):
+            with_fast_step.append(name)
     spec = specs.RuntimeSpec(
         **checkout.job_fields("runtime", w),
         **fields_of(Latencies, study.runtime),
         anchors=study.anchors,
         map=study.phi.map,
-        own_methods=tuple(method.name for method in own if backends_of(method) != ("torch",)),
+        own_methods=tuple(with_fast_step),
     )
     return {"assets": checkout.assets_manifest}, spec

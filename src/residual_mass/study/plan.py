@@ -17,10 +17,10 @@ from residual_mass.spec import paths
 from residual_mass.spec.settings import to_json
 from residual_mass.study import evaluation, measurements, rendering
 from residual_mass.study.checkout import Checkout, Wildcards, Work
-from residual_mass.study.config import load as read_configuration
+from residual_mass.study.config import load_configuration
 from residual_mass.study.tables import benchmark_results
 
-JOBS: dict[str, Callable[[Checkout, Wildcards], Work]] = {
+JOBS_OF_STAGES: dict[str, Callable[[Checkout, Wildcards], Work]] = {
     "prompts": evaluation.prompts,
     "train": evaluation.train,
     "train_variants": evaluation.train_variants,
@@ -60,7 +60,7 @@ class Plan(Checkout):
     def work(self, stage: str, wildcards: Wildcards) -> Work:
         """Returns the inputs and the spec of a job; an unknown wildcard ends the run in one line."""
         try:
-            return JOBS[stage](self, wildcards)
+            return JOBS_OF_STAGES[stage](self, wildcards)
         except ValueError as error:
             sys.exit(str(error))
 
@@ -74,48 +74,47 @@ class Plan(Checkout):
         protocol = self.studies[study]
         names = self.backbones_of(study)
         compared = protocol.residuals
-        captured = protocol.diagnostics.backbones
-        return [
-            *expand(paths.FIDELITY, backbone=names, length=protocol.fidelity.lengths),
-            *benchmark_results(protocol, names, protocol.benchmarks),
-            *expand(paths.MISMATCH, backbone=protocol.mismatch.backbones),
-            *expand(paths.ABLATION, ablation=self.ablations, backbone=protocol.ablations.backbones),
-            *expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths),
-            *expand(paths.RUNTIME, backbone=names if protocol.runtime.contexts else []),
-            *expand([paths.ACCOUNTING, paths.CLAIMS], backbone=captured),
-        ]
+        found = expand(paths.FIDELITY, backbone=names, length=protocol.fidelity.lengths)
+        found += benchmark_results(protocol, names, protocol.benchmarks)
+        found += expand(paths.MISMATCH, backbone=protocol.mismatch.backbones)
+        found += expand(paths.ABLATION, ablation=self.ablations, backbone=protocol.ablations.backbones)
+        found += expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths)
+        if protocol.runtime.contexts:
+            found += expand(paths.RUNTIME, backbone=names)
+        found += expand([paths.ACCOUNTING, paths.CLAIMS], backbone=protocol.diagnostics.backbones)
+        return found
 
     def rendered(self, study: str) -> list[str]:
         """Every table, figure and document that `all` makes."""
         tables = self.studies[study].tables
         figures = self.studies[study].figures
-        documents = []
+        found = expand(paths.TABLE, study=study, label=tables)
         if rendering.compared_tables(self.studies[study]):
-            documents.append(paths.COMPARISON)
+            found += expand(paths.COMPARISON, study=study)
         if tables:
-            documents.append(paths.NUMBERS)
+            found += expand(paths.NUMBERS, study=study)
         if tables or figures:
-            documents.append(paths.DOCUMENT)
-        return [
-            *expand(paths.TABLE, study=study, label=tables),
-            *expand(documents, study=study),
-            *expand([paths.FIGURE_PDF, paths.FIGURE_PNG], study=study, label=figures),
-        ]
+            found += expand(paths.DOCUMENT, study=study)
+        found += expand([paths.FIGURE_PDF, paths.FIGURE_PNG], study=study, label=figures)
+        return found
 
     def targets(self, study: str) -> list[str]:
         """Everything that `all` makes."""
+        found = self.results(study)
         rendered = self.rendered(study)
-        return [*self.results(study), *rendered, *([paths.REPORT] if rendered else [])]
+        if rendered:
+            found += [*rendered, paths.REPORT]
+        return found
 
 
-def load(root: Path, config: dict[str, Any]) -> Plan:
+def load_plan(root: Path, config: dict[str, Any]) -> Plan:
     """Returns the plan of a checkout; a mistake in its configuration ends the run in one line.
 
     Args:
         config: Snakemake's `config`: config/config.yaml with the changes of the command line.
     """
     try:
-        configuration = read_configuration(root, config)
+        configuration = load_configuration(root, config)
     except ValueError as error:
         sys.exit(str(error))
     return Plan(configuration.main, configuration.studies, root)

@@ -26,7 +26,10 @@ def main(name: str = "") -> None:
     """Prints the schema of a file, or all keys if no name is given."""
     if name and name not in SCHEMAS:
         sys.exit(f"{name}: no such schema; there are {' and '.join(SCHEMAS)}")
-    print(json.dumps(schema_of(SCHEMAS[name]), indent=1, sort_keys=True) if name else "\n".join(_reference()))
+    if name:
+        print(json.dumps(schema_of(SCHEMAS[name]), indent=1, sort_keys=True))
+    else:
+        print("\n".join(_reference()))
 
 
 def schema_of(cls: type[Any]) -> dict[str, Any]:
@@ -49,8 +52,13 @@ def _reference() -> Iterator[str]:
     for name, kind in FIGURES.items():
         yield f"  {name}{'_<anything>' * kind.several}: {', '.join(kind.keys)}"
     yield "\nTexts"
-    for name, meaning in (ASSETS | {name: f"`{text.data_set}` on the hub" for name, text in HUB.items()}).items():
-        uses = [use for use, names in (("training", TRAINED), ("measurements", MEASURED)) if name in names]
+    on_the_hub = {name: f"`{text.data_set}` on the hub" for name, text in HUB.items()}
+    for name, meaning in (ASSETS | on_the_hub).items():
+        uses = []
+        if name in TRAINED:
+            uses.append("training")
+        if name in MEASURED:
+            uses.append("measurements")
         yield f"  {name} ({', '.join(uses)}): {meaning}"
     for name, task in PROMPT_PACKS.items():
         yield f"  {name} (captures): prompts and answers of RULER's `{task}`"
@@ -74,9 +82,12 @@ def _type_of(schema: dict[str, Any]) -> str:
         return f"{'one or more' if schema.get('minItems') else 'any number'} of: {_type_of(schema['items'])}"
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{option}`" for option in schema.get("enum", [schema.get("const")]))
-    bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
-    words = [f"{word} {schema[key]:g}" for key, word in bounds.items() if key in schema]
-    return " ".join([{"string": "text", "null": "`null`"}.get(kind := schema.get("type", "section"), kind), *words])
+    kind = schema.get("type", "section")
+    words = [{"string": "text", "null": "`null`"}.get(kind, kind)]
+    for key, bound in (("minimum", "at least"), ("exclusiveMinimum", "above"), ("maximum", "at most")):
+        if key in schema:
+            words.append(f"{bound} {schema[key]:g}")
+    return " ".join(words)
 
 
 if __name__ == "__main__":

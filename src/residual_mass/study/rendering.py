@@ -17,7 +17,7 @@ from residual_mass.spec.sections import Figure
 from residual_mass.spec.settings import maps_label
 from residual_mass.study.checkout import Checkout, Wildcards, Work, require_known
 from residual_mass.study.config import Study, file_of
-from residual_mass.study.tables import shown_by
+from residual_mass.study.tables import inputs_and_spec
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def table(checkout: Checkout, w: Wildcards) -> Work:
     labels = [entry.label for entry in TABLES if entry.label != RUNTIME_PREFIX]
     labels += [f"{RUNTIME_PREFIX}{name}" for name in checkout.backbones_of(w.study)]
     require_known("table", w.label, labels, file_of(w.study))
-    results, spec = shown_by(checkout, w.study, w.label)
+    results, spec = inputs_and_spec(checkout, w.study, w.label)
     if not results:
         raise ValueError(f"{file_of(w.study)}: tables: {w.label} has nothing to show; take it out")
     return {"results": results, "template": _template(checkout, w.label)}, spec
@@ -54,13 +54,12 @@ def compared_tables(study: Study) -> list[str]:
 def comparison(checkout: Checkout, w: Wildcards) -> Work:
     """The tables of a study that the paper has as well, and the settings that decide what can be compared."""
     labels = compared_tables(checkout.study_named(w))
-    variants = checkout.main.variants.items()
-    spec = specs.ComparisonSpec(
-        study=w.study,
-        settings=_settings(checkout, w.study),
-        paper=_settings(checkout, "paper") if "paper" in checkout.studies else {},
-        variants={label: settings_of({"phi": changes}) for label, changes in variants},
-    )
+    of_paper = _settings(checkout, "paper") if "paper" in checkout.studies else {}
+    of_variants = {}
+    for label, changes in checkout.main.variants.items():
+        of_variants[label] = settings_of({"phi": changes})
+    settings = _settings(checkout, w.study)
+    spec = specs.ComparisonSpec(study=w.study, settings=settings, paper=of_paper, variants=of_variants)
     return {"tables": expand(paths.CELLS, study=w.study, label=labels)}, spec
 
 
@@ -93,16 +92,20 @@ def figure(checkout: Checkout, w: Wildcards) -> Work:
     if shown.variants:
         (length,) = lengths
         maps = (length, *(maps_label(length, variant) for variant in shown.variants))
+    budget = study.diagnostics.budget if kind.one_budget else None
+    titles = checkout.titles(names) if len(names) > 1 else {}
+    resampling = study.score if kind_of(w.label) == "fidelity_tokens" else None
     spec = specs.FigureSpec(
         label=w.label,
         title=_figure_title(checkout, shown),
-        budget_percent=study.diagnostics.budget if kind.one_budget else None,
+        budget_percent=budget,
         maps=maps,
-        backbone_titles=checkout.titles(names) if len(names) > 1 else {},
+        backbone_titles=titles,
         texts=shown.of("text", "texts"),
-        score=study.score if kind_of(w.label) == "fidelity_tokens" else None,
+        score=resampling,
     )
-    data = expand(kind.data, backbone=names, corpus=shown.of("corpus", "corpora"), length=lengths, maps=maps)
+    corpora = shown.of("corpus", "corpora")
+    data = expand(kind.data, backbone=names, corpus=corpora, length=lengths, maps=maps)
     return {"data": data}, spec
 
 
@@ -130,13 +133,11 @@ def document(checkout: Checkout, w: Wildcards) -> Work:
         backbones=checkout.backbone_specs(w.study),
         figure_titles=_figure_titles(checkout, study),
     )
-    files = {
-        "tables": expand(paths.TABLE, study=w.study, label=study.tables),
-        "figures": expand(paths.FIGURE_PDF, study=w.study, label=study.figures),
-        "numbers": expand(paths.NUMBERS, study=w.study) if study.tables else [],
-        "template": _template(checkout, "main"),
-    }
-    return files, spec
+    tables = expand(paths.TABLE, study=w.study, label=study.tables)
+    figures = expand(paths.FIGURE_PDF, study=w.study, label=study.figures)
+    numbers = expand(paths.NUMBERS, study=w.study) if study.tables else []
+    template = _template(checkout, "main")
+    return {"tables": tables, "figures": figures, "numbers": numbers, "template": template}, spec
 
 
 def report(checkout: Checkout, _: Wildcards) -> Work:
@@ -150,10 +151,8 @@ def report(checkout: Checkout, _: Wildcards) -> Work:
         budgets=study.budgets,
         recommended=study.recommended,
     )
-    files = {
-        "tables": expand(paths.CELLS, study=name, label=study.tables),
-        "figures": expand(paths.FIGURE_PNG, study=name, label=study.figures),
-        "comparison": expand(paths.COMPARISON, study=name) if compared_tables(study) else [],
-        "template": checkout.here(paths.PAGE_TEMPLATE),
-    }
-    return files, spec
+    tables = expand(paths.CELLS, study=name, label=study.tables)
+    figures = expand(paths.FIGURE_PNG, study=name, label=study.figures)
+    comparison = expand(paths.COMPARISON, study=name) if compared_tables(study) else []
+    template = checkout.here(paths.PAGE_TEMPLATE)
+    return {"tables": tables, "figures": figures, "comparison": comparison, "template": template}, spec

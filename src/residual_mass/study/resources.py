@@ -64,13 +64,13 @@ def flags(wildcards: Wildcards, input: Any, output: Any) -> str:
     """Returns the named files of a job as flags of its stage, quoted for the shell; assets by their folder."""
     words = []
     for name, files in (*input.items(), *output.items()):
-        paths = [files] if isinstance(files, str) else files
-        words += [f"--{name.replace('_', '-')}"]
-        words += [shlex.quote(os.path.dirname(path) if name == "assets" else path) for path in paths]
+        words.append(f"--{name.replace('_', '-')}")
+        for path in [files] if isinstance(files, str) else files:
+            words.append(shlex.quote(os.path.dirname(path) if name == "assets" else path))
     return " ".join(words)
 
 
-def shown(path: str, category: str, caption: str, subcategory: str | None = None, **labels: str) -> Any:
+def reported(path: str, category: str, caption: str, subcategory: str | None = None, **labels: str) -> Any:
     """Marks an output for Snakemake's report, with a caption of workflow/report/."""
     caption = f"../report/{caption}.rst"
     return report(path, caption=caption, category=category, subcategory=subcategory, labels=labels)

@@ -24,15 +24,23 @@ from residual_mass.spec import paths
 from residual_mass.spec.specs import Job
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
-from residual_mass.study.tables import shown_by
+from residual_mass.study.tables import inputs_and_spec
 
 
 def problems(plan: Plan, workflow: Any) -> list[str]:
     """Returns what this machine lacks for the jobs of a run, one line each."""
     jobs = list(workflow.dag.needrun_jobs(exclude_finished=False))
-    read, made = ({path for job in jobs for path in getattr(job, files)} for files in ("input", "output"))
-    offline, assets = plan.main.offline, plan.assets_folder
-    unmade = [job for job in jobs if not all(Path(path).exists() for path in job.output)]  # none with `--touch`
+    read: set[str] = set()
+    made: set[str] = set()
+    for job in jobs:
+        read.update(job.input)
+        made.update(job.output)
+    offline = plan.main.offline
+    assets = plan.assets_folder
+    unmade = []  # none with `--touch`
+    for job in jobs:
+        if not all(Path(path).exists() for path in job.output):
+            unmade.append(job)
     running = {job.wildcards.get("backbone") for job in unmade if plan.assets_manifest in job.input}
     submits = None if workflow.dryrun else workflow.executor_plugin.name != "local"
     backbones = [plan.backbone_spec(name) for name in plan.main.backbones if name in running]
@@ -42,8 +50,12 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     if any(job.rule.name == "document_pdf" for job in jobs):
         lacking += latex.pdf_problems()
     if workflow.executor_plugin.name == "slurm":
-        keys = ("slurm_partition", "slurm_account")
-        sites = [tuple(str(job.resources.get(key) or "") for key in keys) for job in jobs if not job.is_local]
+        sites = []
+        for job in jobs:
+            if not job.is_local:
+                partition = job.resources.get("slurm_partition")
+                account = job.resources.get("slurm_account")
+                sites.append((str(partition or ""), str(account or "")))
         lacking += slurm.submission_problems(workflow.executor_settings.status_command, sites)
         slurm.patch_slurm_plugin()
     if made:
@@ -53,7 +65,7 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     return lacking
 
 
-def say_of_dry_run(plan: Plan, workflow: Any, folder: Path) -> None:
+def print_dry_run_summary(plan: Plan, workflow: Any, folder: Path) -> None:
     """Prints one line with what this machine lacks for the jobs of a dry run in a folder, and how long they take; if no
     job is left, the last lines of the study.
     """
@@ -76,8 +88,11 @@ def makes_the_page(workflow: Any) -> bool:
 
 def _with_specs(jobs: Iterable[Any]) -> list[Job]:
     """Returns those of Snakemake's jobs that have a spec."""
-    jobs = [job for job in jobs if "spec" in job.params.keys()]
-    return [Job(job.rule.name, tuple(job.output), json.loads(job.params.spec)) for job in jobs]
+    found = []
+    for job in jobs:
+        if "spec" in job.params.keys():
+            found.append(Job(job.rule.name, tuple(job.output), json.loads(job.params.spec)))
+    return found
 
 
 def closing_lines(plan: Plan) -> list[str]:
@@ -89,7 +104,7 @@ def closing_lines(plan: Plan) -> list[str]:
     page = f"All results on one page: {Path(paths.REPORT).absolute()}"
     if not study.fidelity.lengths or not study.fidelity.corpora:
         return [page]
-    files, spec = shown_by(plan, name, "fidelity")
+    files, spec = inputs_and_spec(plan, name, "fidelity")
     results = [Path(file) for file in files]
     if not all(result.exists() and sidecar_of(result).exists() for result in results):
         return [page]  # removed after the page was made, or copied without records and touched
@@ -111,19 +126,26 @@ def write_jobs(plan: Plan, workflow: Any) -> None:
     """Writes the jobs of the study that config.yaml names if `estimate` or `prefetch` will read them."""
     for target in {"estimate", "prefetch"} & {job.rule.name for job in workflow.dag.needrun_jobs()}:
         jobs = _jobs_behind(list(workflow.rules), plan.targets(plan.main.study))
-        write_text(Path(paths.JOBS.format(target=target)), json.dumps([asdict(job) for job in jobs]))
+        file = Path(paths.JOBS.format(target=target))
+        write_text(file, json.dumps([asdict(job) for job in jobs]))
 
 
 def _jobs_behind(rules: list[Any], targets: list[str]) -> Iterator[Job]:
     """Yields every job that the targets need once, after the jobs that need it."""
-    left, seen = list(targets), set()
+    left = list(targets)
+    seen: set[str] = set()
     while left:
         path = left.pop(0)
-        rule = None if path in seen else next((rule for rule in rules if rule.is_producer(path)), None)
+        if path in seen:
+            continue
+        rule = next((rule for rule in rules if rule.is_producer(path)), None)
         if rule is None:
             continue
         wildcards = Wildcards(fromdict=rule.get_wildcards(path))
         outputs = tuple(map(str, rule.expand_output(wildcards)[0]))
         seen.update((path, *outputs))
         left += map(str, rule.expand_input(wildcards)[0])
-        yield Job(rule.name, outputs, json.loads(rule.params.spec(wildcards)) if "spec" in rule.params.keys() else {})
+        spec = {}
+        if "spec" in rule.params.keys():
+            spec = json.loads(rule.params.spec(wildcards))
+        yield Job(rule.name, outputs, spec)

@@ -14,14 +14,14 @@ from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import TableSpec
 from residual_mass.study.config import Configuration, Study
 
-Shown = tuple[list[str], TableSpec]
+InputsAndSpec = tuple[list[str], TableSpec]
 """Result files of a table, and its spec."""
 
 
-def shown_by(configuration: Configuration, study: str, label: str) -> Shown:
+def inputs_and_spec(configuration: Configuration, study: str, label: str) -> InputsAndSpec:
     """Returns what a table of a study shows."""
     table = find(label)
-    return PARTS[table.of](Asked(configuration, study, label, table))
+    return TABLE_PARTS[table.of](TableRequest(configuration, study, label, table))
 
 
 def benchmark_results(study: Study, backbones: Iterable[str], benchmarks: Iterable[str]) -> list[str]:
@@ -33,7 +33,7 @@ def benchmark_results(study: Study, backbones: Iterable[str], benchmarks: Iterab
 
 
 @dataclass(frozen=True)
-class Asked:
+class TableRequest:
     """A table of a study."""
 
     configuration: Configuration
@@ -70,110 +70,112 @@ class Asked:
         )
 
 
-def _scores(asked: Asked) -> Shown:
-    study = asked.study
-    points = {name: study.lengths_of(name) for name in asked.table.benchmarks if name in study.benchmarks}
-    evaluated = {length for lengths in points.values() for length in lengths}
-    spec = asked.spec(
-        asked.backbones,
+def _scores(request: TableRequest) -> InputsAndSpec:
+    study = request.study
+    shown = [name for name in request.table.benchmarks if name in study.benchmarks]
+    points = {name: study.lengths_of(name) for name in shown}
+    evaluated = set().union(*points.values())
+    spec = request.spec(
+        request.backbones,
         lengths=sorted(evaluated, key=tokens_of),
         budgets=study.budgets,
         benchmarks=sorted(study.benchmarks),
         lengths_of=points,
         own_methods=study.own_methods(),
     )
-    return benchmark_results(study, asked.backbones, points), spec
+    return benchmark_results(study, request.backbones, points), spec
 
 
-def _fidelity(asked: Asked) -> Shown:
-    study = asked.study
+def _fidelity(request: TableRequest) -> InputsAndSpec:
+    study = request.study
     lengths = study.fidelity.lengths
-    spec = asked.spec(
-        asked.backbones,
+    spec = request.spec(
+        request.backbones,
         lengths=lengths,
         budgets=study.budgets,
-        maps=tuple(study.forced_maps(asked.backbones)),
+        maps=tuple(study.forced_maps(request.backbones)),
     )
-    return expand(paths.FIDELITY, backbone=asked.backbones, length=lengths), spec
+    return expand(paths.FIDELITY, backbone=request.backbones, length=lengths), spec
 
 
-def _answers(asked: Asked) -> Shown:
-    study = asked.study
+def _answers(request: TableRequest) -> InputsAndSpec:
+    study = request.study
     points = {name: study.answered_lengths(name) for name in study.fidelity.benchmarks}
-    answered = {length for lengths in points.values() for length in lengths}
+    answered = set().union(*points.values())
     lengths = [length for length in study.fidelity.lengths if length in answered]
-    spec = asked.spec(
-        asked.backbones,
+    spec = request.spec(
+        request.backbones,
         lengths=lengths,
         budgets=study.budgets,
         benchmarks=study.fidelity.benchmarks,
         lengths_of=points,
         maps=(study.maps.main,),
     )
-    return expand(paths.FIDELITY, backbone=asked.backbones, length=lengths), spec
+    return expand(paths.FIDELITY, backbone=request.backbones, length=lengths), spec
 
 
-def _comparison(asked: Asked) -> Shown:
+def _comparison(request: TableRequest) -> InputsAndSpec:
     """A comparison of maps: `mismatch`, or an ablation by its name."""
-    name = asked.table.of
-    section = asked.study.comparison(name)
-    spec = asked.spec(
+    name = request.table.of
+    study = request.study
+    section = study.comparison(name)
+    maps = request.configuration.compared_maps(study, name)
+    own_methods = study.own_methods(section.budget)
+    spec = request.spec(
         section.backbones,
         lengths=section.lengths,
         budgets=(section.budget,),
         benchmarks=section.benchmarks,
-        maps=asked.configuration.compared_maps(asked.study, name),
-        own_methods=asked.study.own_methods(section.budget),
+        maps=maps,
+        own_methods=own_methods,
     )
     path = paths.MISMATCH if name == "mismatch" else paths.ABLATION
     return expand(path, ablation=name, backbone=section.backbones), spec
 
 
-def _diagnostics(asked: Asked) -> Shown:
-    captured = asked.study.diagnostics
-    spec = asked.spec(captured.backbones, lengths=captured.lengths, budgets=(captured.budget,))
+def _diagnostics(request: TableRequest) -> InputsAndSpec:
+    captured = request.study.diagnostics
+    spec = request.spec(captured.backbones, lengths=captured.lengths, budgets=(captured.budget,))
     return expand(paths.ACCOUNTING, backbone=captured.backbones), spec
 
 
-def _residuals(asked: Asked) -> Shown:
+def _residuals(request: TableRequest) -> InputsAndSpec:
     """Errors, with the fidelity of the same methods and the logs of their maps."""
-    study = asked.study
+    study = request.study
     compared = study.residuals
     both = [length for length in compared.lengths if length in study.fidelity.lengths]
     maps = study.maps_for(compared.methods)
-    files = [
-        *expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths),
-        *expand(paths.FIDELITY, backbone=compared.backbones, length=both),
-        *expand(paths.TRAINING_LOG, backbone=compared.backbones, maps=maps),
-    ]
-    return files, asked.spec(compared.backbones, lengths=compared.lengths, budgets=study.budgets)
+    files = expand(paths.RESIDUAL_ERRORS, backbone=compared.backbones, length=compared.lengths)
+    files += expand(paths.FIDELITY, backbone=compared.backbones, length=both)
+    files += expand(paths.TRAINING_LOG, backbone=compared.backbones, maps=maps)
+    return files, request.spec(compared.backbones, lengths=compared.lengths, budgets=study.budgets)
 
 
-def _maps(asked: Asked) -> Shown:
+def _maps(request: TableRequest) -> InputsAndSpec:
     """The main maps, and those of other widths for backbones of the ablations."""
-    study = asked.study
+    study = request.study
     files = []
-    for name in asked.backbones:
+    for name in request.backbones:
         labels = [study.maps.main]
         if name in study.ablations.backbones:
-            widths = asked.configuration.compared_maps(study, "dphi")
+            widths = request.configuration.compared_maps(study, "dphi")
             labels += [maps for maps in widths if maps != study.ablations.length]
         files += expand(paths.PHI, backbone=name, maps=labels)
-    return files, asked.spec(asked.backbones)
+    return files, request.spec(request.backbones)
 
 
-def _training(asked: Asked) -> Shown:
-    logs = expand(paths.TRAINING_LOG, backbone=asked.backbones, maps=asked.study.maps.main)
-    return logs, asked.spec(asked.backbones)
+def _training(request: TableRequest) -> InputsAndSpec:
+    logs = expand(paths.TRAINING_LOG, backbone=request.backbones, maps=request.study.maps.main)
+    return logs, request.spec(request.backbones)
 
 
-def _runtime(asked: Asked) -> Shown:
-    backbones = [asked.label.removeprefix(RUNTIME_PREFIX)]
-    spec = asked.spec(backbones, lengths=asked.study.runtime.contexts)
+def _runtime(request: TableRequest) -> InputsAndSpec:
+    backbones = [request.label.removeprefix(RUNTIME_PREFIX)]
+    spec = request.spec(backbones, lengths=request.study.runtime.contexts)
     return expand(paths.RUNTIME, backbone=backbones), spec
 
 
-PARTS: dict[str, Callable[[Asked], Shown]] = {
+TABLE_PARTS: dict[str, Callable[[TableRequest], InputsAndSpec]] = {
     "scores": _scores,
     "fidelity": _fidelity,
     "answers": _answers,

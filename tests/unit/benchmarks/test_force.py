@@ -29,14 +29,14 @@ from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.columns import DRAFTED
 from residual_mass.spec.settings import AnchorSpec, MapsSpec
-from residual_mass.spec.specs import AskedSpec, BackboneSpec, ForceSpec
+from residual_mass.spec.specs import ForcedPromptsSpec, BackboneSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.texts.frozen_prompts import gold_answer, gold_continuation, load_prompts
 
 FULL, TOPK, PHI = ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k")
 SHORT = ArmSpec("topk_phi", 3.0, "512")
 T = 5
-RULER = AskedSpec(
+RULER = ForcedPromptsSpec(
     benchmark="ruler", examples=1, chat_template=False, answer_margin=None, stop_when_saturated=False,
     budget_length="nominal", batch_tokens=1,
 )  # fmt: skip

@@ -15,7 +15,7 @@ from residual_mass.paper.frames import read_frame
 from residual_mass.paper.headline import headline
 from residual_mass.spec.specs import BackboneSpec, ReportSpec, TableSpec
 from residual_mass.study import start
-from residual_mass.study.plan import load
+from residual_mass.study.plan import load_plan
 
 METHODS = ("topk", "topk_phi", "scan4_regression_64")
 BUDGETS = (2.0, 4.0, 8.0)
@@ -63,7 +63,7 @@ def test_it_is_of_the_greatest_length_and_of_the_main_maps(results: list[Path]) 
 
 def test_the_last_lines_of_a_run_say_what_the_page_says(results: list[Path]) -> None:
     config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text()) | {"study": "mini"}
-    line, _ = start.closing_lines(load(ROOT, config))
+    line, _ = start.closing_lines(load_plan(ROOT, config))
     assert line == (
         "KL from full attention in nats (smol, wiki at 2k, 4 % read exactly): "
         "topk 0.0625, topk_phi 0.0312, scan4_regression_64 0.0208"
@@ -86,4 +86,4 @@ def test_of_a_single_document_there_is_no_interval(results: list[Path]) -> None:
 def test_without_the_results_there_is_only_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load((ROOT / "config" / "config.yaml").read_text()) | {"study": "mini"}
-    assert start.closing_lines(load(ROOT, config)) == [f"All results on one page: {tmp_path}/results/report.html"]
+    assert start.closing_lines(load_plan(ROOT, config)) == [f"All results on one page: {tmp_path}/results/report.html"]
