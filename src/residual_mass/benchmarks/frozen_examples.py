@@ -12,8 +12,8 @@ from residual_mass.files import read_jsonl, sha256_of
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.tasks import tasks_of
 
-FOLDER = Path(__file__).with_name("examples")
-CHECKSUMS = FOLDER / "sha256.txt"
+EXAMPLES_FOLDER = Path(__file__).with_name("examples")
+CHECKSUMS = EXAMPLES_FOLDER / "sha256.txt"
 """The sha256 of every file, as `sha256sum` writes them."""
 
 
@@ -36,7 +36,7 @@ def read_examples(task: str, length: str, count: int) -> list[Doc]:
         ValueError: the file is not the one that CHECKSUMS lists.
     """
     name = _file_name(task, length)
-    file = FOLDER / name
+    file = EXAMPLES_FOLDER / name
     if _checksums().get(name) != sha256_of(file):
         raise ValueError(f"{file}: not the file that {CHECKSUMS.name} lists (sha256); run `sha256sum` if this is meant")
     return read_jsonl(file)[:count]

@@ -34,23 +34,23 @@ ONE_TEXT = ("backbone", "text", "length")
 CAPTURES = ("backbone", "corpora", "lengths")
 ONE_CAPTURE = ("backbone", "corpus", "length")
 ERRORS = (paths.RESIDUAL_ERRORS,)
-HEADS = (paths.HEADS,)
+CAPTURED = (paths.HEADS,)
 FIGURES = {
     "fidelity": Kind("fidelity", TEXTS, (paths.FIDELITY,), main_maps=True),
     "fidelity_tokens": Kind("fidelity", ONE_TEXT, (paths.FORCED,), main_maps=True, one_budget=True, several=True),
     "error_by_k": Kind("residuals", TEXTS, ERRORS),
     "selection_recall": Kind("residuals", TEXTS, ERRORS),
     "fidelity_by_bytes": Kind("residuals", TEXTS, (*ERRORS, paths.FIDELITY)),
-    "entropy_gain": Kind("diagnostics", ("backbones", "corpus", "length"), HEADS),
-    "kernel_sanity": Kind("diagnostics", ONE_CAPTURE, (paths.KERNELS, *HEADS), main_maps=True, one_budget=True),
-    "logz_calibration": Kind("diagnostics", CAPTURES, HEADS, one_budget=True),
-    "fullsub_nosub_delta": Kind("diagnostics", CAPTURES, HEADS, one_budget=True),
+    "entropy_gain": Kind("diagnostics", ("backbones", "corpus", "length"), CAPTURED),
+    "kernel_sanity": Kind("diagnostics", ONE_CAPTURE, (paths.KERNELS, *CAPTURED), main_maps=True, one_budget=True),
+    "logz_calibration": Kind("diagnostics", CAPTURES, CAPTURED, one_budget=True),
+    "fullsub_nosub_delta": Kind("diagnostics", CAPTURES, CAPTURED, one_budget=True),
     "ablation_kernel_fidelity": Kind("ablations", ("backbone", "corpus", "variants"), (paths.KERNELS,)),
-    "entropy_heatmap": Kind("diagnostics", ONE_CAPTURE, HEADS, one_budget=True),
-    "mass_curves": Kind("diagnostics", ONE_CAPTURE, (paths.MASS, *HEADS)),
-    "quartile_error": Kind("diagnostics", ONE_CAPTURE, HEADS),
+    "entropy_heatmap": Kind("diagnostics", ONE_CAPTURE, CAPTURED, one_budget=True),
+    "mass_curves": Kind("diagnostics", ONE_CAPTURE, (paths.MASS, *CAPTURED)),
+    "quartile_error": Kind("diagnostics", ONE_CAPTURE, CAPTURED),
     "training_curves": Kind("maps", ("backbone", "maps"), (paths.TRAINING_LOG,)),
-    "fixedk_breakdown": Kind("diagnostics", ONE_CAPTURE, HEADS, one_budget=True, several=True),
+    "fixedk_breakdown": Kind("diagnostics", ONE_CAPTURE, CAPTURED, one_budget=True, several=True),
 }
 """Kinds of figures by their names; the docstring of the function that draws one says what it shows."""
 

@@ -51,7 +51,7 @@ REPORT = "results/report.html"
 
 TEMPLATE = "paper_tables/templates/{name}.tex.j2"
 PAGE_TEMPLATE = "paper_tables/templates/report.html.j2"
-WHEEL_PINS = "src/residual_mass/texts/wheels.txt"
+PINS = "src/residual_mass/texts/wheels.txt"
 PUBLISHED_VALUES = "src/residual_mass/paper/published/{label}.csv"
 
 JOBS = "logs/{target}.json"

@@ -30,7 +30,7 @@ ASKED = [
 def test_the_files_are_those_of_the_mini_study() -> None:
     assert len(ASKED) == 9
     names = {f"{task}_{length}.jsonl" for _, task, length in ASKED}
-    assert {file.name for file in frozen_examples.FOLDER.iterdir()} == names | {"README.md", "sha256.txt"}
+    assert {file.name for file in frozen_examples.EXAMPLES_FOLDER.iterdir()} == names | {"README.md", "sha256.txt"}
 
 
 @pytest.mark.parametrize(("benchmark", "task", "length"), ASKED)
@@ -57,8 +57,8 @@ def test_the_facts_of_a_story_lie_in_order_in_its_text(task: str) -> None:
 def test_other_lengths_and_changed_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("length 4k: no examples of longbench_gov_report without the hub (there are: ", "_2k.jsonl); choose"):
         require_examples("longbench", "4k")
-    shutil.copytree(frozen_examples.FOLDER, tmp_path / "examples")
-    monkeypatch.setattr(frozen_examples, "FOLDER", tmp_path / "examples")
+    shutil.copytree(frozen_examples.EXAMPLES_FOLDER, tmp_path / "examples")
+    monkeypatch.setattr(frozen_examples, "EXAMPLES_FOLDER", tmp_path / "examples")
     changed = tmp_path / "examples" / "babilong_qa1_1k.jsonl"
     changed.write_bytes(changed.read_bytes().replace(b"kitchen", b"bedroom", 1))
     with refused("babilong_qa1_1k.jsonl: not the file that sha256.txt lists (sha256)"):
