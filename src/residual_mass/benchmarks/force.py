@@ -46,7 +46,7 @@ from residual_mass.texts.frozen_prompts import (
 )
 
 if TYPE_CHECKING:
-    from residual_mass.decode.engine import ForcedDecoder
+    from residual_mass.decode.forced import ForcedDecoder
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +231,8 @@ def _compute(
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
 
-    from residual_mass.decode.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
+    from residual_mass.decode.engine import NotFiniteError, SharedPrefillEngine
+    from residual_mass.decode.forced import ForcedDecoder
 
     _check_vocabulary(spec, backbone.model, missing)
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)

@@ -17,7 +17,7 @@ from residual_mass.model.hook import Prefill, attention_hook
 from residual_mass.spec.arms import ArmSpec
 
 if TYPE_CHECKING:  # the engine takes long to import
-    from residual_mass.decode.engine import ForcedDecoder
+    from residual_mass.decode.forced import ForcedDecoder
 
 
 class PackedPrompt:

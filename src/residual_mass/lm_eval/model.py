@@ -20,7 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.decode.prefix import build_prefix
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_supported
 from residual_mass.model.loading import wrap_model

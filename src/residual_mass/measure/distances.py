@@ -21,7 +21,8 @@ from residual_mass import __version__
 from residual_mass.benchmarks import fidelity
 from residual_mass.benchmarks.force import following, write_forced
 from residual_mass.core.selection import retrieved_count
-from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.decode.packed_prompt import PackedPrompt
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import visit_layers

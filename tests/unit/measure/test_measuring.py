@@ -25,7 +25,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from residual_mass import __main__, cli
 from residual_mass.benchmarks import fidelity, force
-from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.decode.packed_backend import PackedCache
 from residual_mass.decode.packed_prompt import PackedPrompt
 from residual_mass.decode.session import partial_kv

@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
-from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.decode.generate import partial_decoding, partial_generate
 from residual_mass.decode.session import partial_kv
 from residual_mass.decode.text import PIECE
 from residual_mass.model.hook import visible_columns
-from residual_mass.model.layers import Window, require_attention_alone
+from residual_mass.model.layers import AttentionWindow, require_attention_alone
 from residual_mass.model.loading import Backbone
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
@@ -126,8 +127,8 @@ def test_windows_start_where_transformers_masks_do() -> None:
     sliding = sliding_window_overlay(7)(0, 0, queries, keys)
     chunked = chunked_overlay(7, torch.zeros(1, dtype=torch.long))(0, 0, queries, keys)
     causal = keys <= queries
-    assert torch.equal(keys >= Window(7).first(queries), sliding)
-    assert torch.equal((keys >= Window(7, chunked=True).first(queries)) & causal, chunked & causal)
+    assert torch.equal(keys >= AttentionWindow(7).first(queries), sliding)
+    assert torch.equal((keys >= AttentionWindow(7, chunked=True).first(queries)) & causal, chunked & causal)
 
 
 def engine_of(model: PreTrainedModel, *arms: ArmSpec) -> SharedPrefillEngine:

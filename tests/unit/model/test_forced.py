@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from tests.unit.model.test_decoding import ANCHORS, SHAPES, backbone_of, random_maps
 from torch import Tensor, nn
 
-from residual_mass.decode.engine import ForcedDecoder, NotFiniteError, SharedPrefillEngine
+from residual_mass.decode.engine import NotFiniteError, SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 from residual_mass.spec.arms import ArmSpec

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from residual_mass import PackedCache, PhiMaps, partial_generate, partial_kv
-from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.methods import METHODS, Method
 from residual_mass.model.layers import device_of
 from residual_mass.model.loading import wrap_model

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
-from residual_mass.decode.engine import ForcedDecoder, SharedPrefillEngine
+from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.lm_eval import PartialKV
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone
