@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
-from residual_mass.decode.prefix import build_prefix
+from residual_mass.decode.prefix import PrefixLayer, build_prefix
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_supported
 from residual_mass.model.loading import wrap_model
 from residual_mass.model.packed_weights import pack_weights
@@ -33,7 +34,8 @@ from residual_mass.spec.settings import AnchorSpec
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
 """Options of HFLM that distribute, wrap or compute attention in ways that were not tested."""
 
-Request = tuple[tuple[str, str] | None, list[int], list[int]]
+Texts = tuple[str, str]
+TokenRequest = tuple[Texts | None, list[int], list[int]]
 """What HFLM scores: the texts (None for a window of a rolling likelihood), tokens of the context, tokens to score."""
 
 
@@ -91,8 +93,11 @@ class PartialKV(HFLM):
             arm = make_arm(method, budget)
             self.budget = None if arm.budget_percent is None else arm.budget_percent / 100
             self.arm = ArmSpec(method, arm.budget_percent)
-            self.anchors = AnchorSpec(_whole("num_sink", num_sink, 0), _whole("num_tail", num_tail, 0))
-            self.stride = _whole("stride", stride, 1)
+            _require_whole("num_sink", num_sink, 0)
+            _require_whole("num_tail", num_tail, 0)
+            _require_whole("stride", stride, 1)
+            self.anchors = AnchorSpec(num_sink, num_tail)
+            self.stride = stride
             self.phi = PhiMaps.load(phi) if isinstance(phi, str | Path) else phi
             require_maps(arm, self.phi)
         except ValueError as error:
@@ -109,7 +114,7 @@ class PartialKV(HFLM):
             raise BadArgument(str(error)) from None
 
     @property
-    def _settings(self) -> tuple[str, float | None, PhiMaps | None, int, int]:
+    def _arguments(self) -> tuple[str, float | None, PhiMaps | None, int, int]:
         """Arguments of `partial_kv` after the model."""
         return self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail
 
@@ -122,33 +127,30 @@ class PartialKV(HFLM):
         """
         # As in `partial_kv`, maps need only fit the heads: a folder's name says nothing of the weights in it.
         facts = {} if self.phi is None else self.phi.training_facts
+        model_id = facts.get("model_id", "")
+        revision = facts.get("revision", "")
         phi = self.phi if self.arm.needs_maps else None
         try:
-            backbone = wrap_model(self.model, self.tokenizer, facts.get("model_id", ""), facts.get("revision", ""))
+            backbone = wrap_model(self.model, self.tokenizer, model_id, revision)
             return SharedPrefillEngine(backbone, [self.arm], self.anchors, phi, None)
         except ValueError as error:
             raise BadArgument(str(error)) from None
 
     def get_model_info(self) -> dict[str, Any]:
         """Returns HFLM's facts with those that identify the method in the results."""
-        method = {
-            "method": self.arm.method,
-            "budget": self.budget,
-            "phi_sha256": None if self.phi is None else self.phi.sha256,
-            "num_sink": self.anchors.sink,
-            "num_tail": self.anchors.tail,
-            "stride": self.stride,
-            "weights": self.weights,
-        }
-        return {**super().get_model_info(), "partial_kv": method}
+        phi_sha256 = None if self.phi is None else self.phi.sha256
+        facts = {"method": self.arm.method, "budget": self.budget, "phi_sha256": phi_sha256}
+        facts |= {"num_sink": self.anchors.sink, "num_tail": self.anchors.tail}
+        facts |= {"stride": self.stride, "weights": self.weights}
+        return {**super().get_model_info(), "partial_kv": facts}
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        with partial_kv(self.model, *self._settings):
+        with partial_kv(self.model, *self._arguments):
             return super()._model_generate(context, max_length, stop, **generation_kwargs)
 
     @torch.no_grad()
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
+        self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
         """Scores requests as HFLM does, in their order; `override_bs` is ignored.
 
@@ -157,14 +159,18 @@ class PartialKV(HFLM):
             NotFiniteError: a key, a value or a logit is not finite.
         """
         scored = [Scored.of(request, place, self.max_length) for place, request in enumerate(requests)]
-        scored.sort(key=lambda item: (item.rolling, -len(item.prefix), item.prefix, item.forced))
+        scored.sort(key=Scored.order)
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
-            for (rolling, prefix), group in itertools.groupby(scored, key=lambda item: (item.rolling, item.prefix)):
-                for item, logits in self._windows(group) if rolling else self._continuations(prefix, group):
-                    answers[item.place] = answer = self._answer(logits, item.targets)
+            for (rolling, prefix), group in itertools.groupby(scored, key=attrgetter("rolling", "prefix")):
+                items = list(group)
+                with_logits = self._windows(items) if rolling else self._continuations(prefix, items)
+                for item, logits in with_logits:
+                    answer = self._answer(logits, item.targets)
+                    answers[item.place] = answer
                     if not rolling:  # HFLM caches rolling likelihoods, as sums over windows
-                        self.cache_hook.add_partial("loglikelihood", requests[item.place][0], answer)
+                        texts, *_ = requests[item.place]
+                        self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update(1)
         return [answers[place] for place in range(len(requests))]
 
@@ -175,28 +181,40 @@ class PartialKV(HFLM):
         differ only in their last token share logits.
         """
         decoder = ForcedDecoder(self.engine, prefix) if prefix else None
-        for tokens, group in itertools.groupby(scored, key=lambda item: item.forced):
+        for tokens, group in itertools.groupby(scored, key=attrgetter("forced")):
             logits = self._logits(decoder, tokens, len(prefix) + len(tokens))
-            yield from ((item, [logits]) for item in group)
+            for item in group:
+                yield item, [logits]
 
     def _windows(self, scored: Iterable[Scored]) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
         """Yields windows with the logits [T, V] after their tokens, `stride` at a time."""
-        yield from ((item, self._chunks([*item.prefix, *item.forced], len(item.prefix))) for item in scored)
+        for item in scored:
+            tokens = [*item.prefix, *item.forced]
+            yield item, self._chunks(tokens, len(item.prefix))
 
     def _chunks(self, tokens: list[int], start: int) -> Iterator[Tensor]:
         """Yields the logits of each chunk, given all tokens before it. They are read once for all chunks: the keys and
         values of a token do not depend on later tokens.
         """
         starts = range(start, len(tokens), self.stride)
-        read = self.engine.read([tokens[: starts[-1]]], len(tokens))[0] if starts[-1] else []
+        last = starts[-1]
+        read: Sequence[PrefixLayer] = []
+        if last:
+            read, *_ = self.engine.read([tokens[:last]], len(tokens))
         for first in starts:
             decoder = None
             if first:
-                real = torch.ones(1, first, dtype=torch.bool, device=self.engine.backbone.device)
-                pairs = ((layer.keys[:, :, :first], layer.values[:, :, :first]) for layer in read)
-                layers = [build_prefix(keys, values, real, self.anchors) for keys, values in pairs]
+                layers = [self._beginning(layer, first) for layer in read]
                 decoder = ForcedDecoder(self.engine, tokens[:first], layers, len(tokens))
-            yield self._logits(decoder, tokens[first : first + self.stride], len(tokens))
+            chunk = tokens[first : first + self.stride]
+            yield self._logits(decoder, chunk, len(tokens))
+
+    def _beginning(self, layer: PrefixLayer, length: int) -> PrefixLayer:
+        """Returns the prefix that consists of the first `length` tokens of another one."""
+        real = torch.ones(1, length, dtype=torch.bool, device=layer.keys.device)
+        keys = layer.keys[:, :, :length]
+        values = layer.values[:, :, :length]
+        return build_prefix(keys, values, real, self.anchors)
 
     def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int], length: int) -> Tensor:
         """Returns logits [T, V] after each token; without a decoder all tokens are read exactly, as the beginning of a
@@ -204,7 +222,9 @@ class PartialKV(HFLM):
         """
         if decoder is None:
             return self.engine.forward([list(tokens)], [0], length)[0]
-        return decoder.full(tokens)[0] if self.arm.is_full else next(decoder.logits([self.arm], tokens))
+        if self.arm.is_full:
+            return decoder.full(tokens)[0]
+        return next(decoder.logits([self.arm], tokens))
 
     def _answer(self, logits: Iterable[Tensor], targets: Sequence[int]) -> tuple[float, bool]:
         """Returns the sum of the targets' log-probabilities, and whether each of them is the likeliest token.
@@ -212,12 +232,16 @@ class PartialKV(HFLM):
         Args:
             logits: [T, V] of each chunk, in the order of the targets.
         """
-        total, greedy, done = 0.0, True, 0
+        total = 0.0
+        greedy = True
+        done = 0
         for chunk in logits:
             log_probs = F.log_softmax(chunk, dim=-1, dtype=self.softmax_dtype)
             tokens = torch.tensor(targets[done : done + len(chunk)], device=chunk.device)
-            total += float(log_probs.gather(-1, tokens.unsqueeze(-1)).sum())
-            greedy = greedy and bool((log_probs.argmax(-1) == tokens).all())
+            of_targets = log_probs.gather(-1, tokens.unsqueeze(-1))
+            total += float(of_targets.sum())
+            is_greedy = log_probs.argmax(-1) == tokens
+            greedy = greedy and bool(is_greedy.all())
             done += len(chunk)
         return total, greedy
 
@@ -234,17 +258,28 @@ class Scored(NamedTuple):
     targets: tuple[int, ...]
 
     @classmethod
-    def of(cls, request: Request, place: int, max_length: int) -> Scored:
+    def of(cls, request: TokenRequest, place: int, max_length: int) -> Scored:
         """Cuts tokens on the left where a request is longer than the model can take."""
         texts, context, continuation = request
         if not context or not 0 < len(continuation) <= max_length:
-            raise ValueError(
-                f"a continuation of {len(continuation)} tokens after {len(context)} cannot be scored: the model takes "
-                f"{max_length}"
-            )
+            sizes = f"a continuation of {len(continuation)} tokens after {len(context)}"
+            raise ValueError(f"{sizes} cannot be scored: the model takes {max_length}")
+        # The last token is a target alone: nothing is read after it.
         tokens = tuple(context + continuation)[-(max_length + 1) :]
         start = len(tokens) - len(continuation) - 1
-        return cls(place, texts is None, tokens[:start], tokens[start:-1], tuple(continuation))
+        return cls(
+            place=place,
+            rolling=texts is None,
+            prefix=tokens[:start],
+            forced=tokens[start:-1],
+            targets=tuple(continuation),
+        )
+
+    def order(self) -> tuple[Any, ...]:
+        """Returns what requests are sorted by: those of one prefix together, and the longest, which needs the most
+        memory, first.
+        """
+        return self.rolling, -len(self.prefix), self.prefix, self.forced
 
 
 def _require_supported(options: Mapping[str, Any]) -> None:
@@ -255,7 +290,6 @@ def _require_supported(options: Mapping[str, Any]) -> None:
         raise BadArgument("partial_kv runs in one process: start it without accelerate launch and torchrun")
 
 
-def _whole(name: str, value: int, least: int) -> int:
+def _require_whole(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
-    return value

@@ -9,10 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from residual_mass.measure.choice import ARM, TORCH, arms_of, below_target, fewest_bytes, recommended
+from residual_mass.measure.choice import ARM_COLUMNS, TORCH, arm_means, below_target, fewest_bytes, recommended
 from residual_mass.measure.distances import Measured
 from residual_mass.measure.latency import faster_from
-from residual_mass.measure.served import WHOLE, arm_name
+from residual_mass.measure.served import WHOLE_PERCENT, arm_name
 from residual_mass.measure.times import DRAFTS, FULL, LONGER, STEPS
 from residual_mass.methods.served import READ_WHOLE
 
@@ -45,7 +45,7 @@ class Answer:
     basis: list[tuple[str, str]]
 
 
-def answer(measured: Measured) -> Answer:
+def answer_of(measured: Measured) -> Answer:
     target = measured.args.target_kl
     choice = recommended(measured.table, target, measured.times.faster)
     fewest = fewest_bytes(measured.table, target)
@@ -55,13 +55,14 @@ def answer(measured: Measured) -> Answer:
     facts.append(("drafts in bytes", verified(measured)))
     if measured.weights is not None:
         facts.append(("weights cost", weights_text(measured)))
-    shown = fewest if choice is None else choice
+    question = f"which step is the fastest here within {target:g} nats of full attention?"
+    usable = fewest if choice is None else choice
     return Answer(
-        question=f"{measured.title} tokens: which step is the fastest here within {target:g} nats of full attention?",
+        question=f"{measured.title} tokens: {question}",
         lead=lead,
         facts=facts,
         steps=steps_of(measured),
-        recipe="" if shown is None else recipe(measured, shown),
+        recipe="" if usable is None else recipe(measured, usable),
         limits=list(limits(measured)),
         basis=list(basis(measured)),
     )
@@ -71,7 +72,7 @@ def ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
 
 
-def interval(row: Any) -> str:
+def kl_text(row: Any) -> str:
     """Returns the KL of a row with its interval, if it has one."""
     if math.isnan(row.ci_low):
         return f"{row.kl:.2g}"
@@ -90,28 +91,26 @@ def lead_of(measured: Measured, choice: pd.Series) -> str:
     full = measured.times.full
     name = arm_name(choice)
     texts = "this text" if len(measured.texts) == 1 else "every text"
-    below = (
-        f"its KL stays below {measured.args.target_kl:g} nats on {texts} (the interval ends at {choice.high:.2g} nats)"
-    )
+    end = f"the interval ends at {choice.high:.2g} nats"
+    below = f"its KL stays below {measured.args.target_kl:g} nats on {texts} ({end})"
     if choice.seconds <= measured.times.faster * full.seconds:
         ratio = full.seconds / choice.seconds
-        return (
-            f"Take {name}: {ms(choice.seconds)} a token here, where full attention takes {ms(full.seconds)} "
-            f"({ratio:.2f} times as fast), and {below}."
-        )
+        gain = f"where full attention takes {ms(full.seconds)} ({ratio:.2f} times as fast)"
+        return f"Take {name}: {ms(choice.seconds)} a token here, {gain}, and {below}."
     saves = "it saves memory and no time"
     if choice.seconds < full.seconds:
         saves = f"it saves memory, and no more time than such times scatter ({percent(measured.times.scatter)})"
+    fastest = f"{name} is the fastest with {ms(choice.seconds)}"
     return (
         f"Nothing is faster here than full attention, {ms(full.seconds)} a token. Of the methods with a fast step, "
-        f"{name} is the fastest with {ms(choice.seconds)}: {saves}; {below}."
+        f"{fastest}: {saves}; {below}."
     )
 
 
 def nothing(measured: Measured) -> str:
     """Returns why nothing is recommended."""
     target = measured.args.target_kl
-    arms = arms_of(measured.table)
+    arms = arm_means(measured.table)
     fast = arms[arms["backend"] != TORCH]
     sentences = []
     if fast.empty:
@@ -123,11 +122,11 @@ def nothing(measured: Measured) -> str:
         sentences.append("Nothing is recommended: a single document has no interval. Give more text.")
     elif nearest.high > target:
         which = "of the methods" if fast.empty else "of the methods with a fast step here"
-        sentences.append(
-            f"None {which} stays below {target:g} nats. The nearest is {arm_name(nearest)}, whose interval ends at "
-            f"{nearest.high:.2g}. Try larger --budgets, more --documents for narrower intervals, or another "
-            "--target-kl."
-        )
+        end = f"whose interval ends at {nearest.high:.2g}"
+        sentences += [
+            f"None {which} stays below {target:g} nats. The nearest is {arm_name(nearest)}, {end}.",
+            "Try larger --budgets, more --documents for narrower intervals, or another --target-kl.",
+        ]
     elif below_target(measured.table, target).empty:
         sentences.append(
             f"Nothing is recommended: what stays below {target:g} nats reads no fewer bytes than full attention. "
@@ -140,7 +139,7 @@ def recipe(measured: Measured, arm: pd.Series) -> str:
     """Returns lines of Python that decode with an arm, for a `model` and its `inputs`."""
     packs = measured.args.weights is not None
     asked = [f'method="{arm.method}"']
-    if arm.budget_percent != WHOLE:
+    if arm.budget_percent != WHOLE_PERCENT:
         asked.append(f"budget={arm.budget_percent / 100:g}")
     lines = [f"pack_weights(model, bits={measured.args.weights})"] if packs else []
     if arm.backend == TORCH:
@@ -159,8 +158,8 @@ def recipe(measured: Measured, arm: pd.Series) -> str:
 
 def facts_of(measured: Measured, choice: pd.Series) -> Iterator[tuple[str, str]]:
     """Yields what one gets from the recommended arm."""
-    rows = measured.table[(measured.table[ARM] == choice[ARM]).all(axis=1)]
-    kls = [f"{row.text} {interval(row)}" for row in rows.itertuples()]
+    rows = measured.table[(measured.table[ARM_COLUMNS] == choice[ARM_COLUMNS]).all(axis=1)]
+    kls = [f"{row.text} {kl_text(row)}" for row in rows.itertuples()]
     over = "" if math.isnan(choice.over_topk) else f"; at most {choice.over_topk:.2g} of topk's"
     yield "KL", f"{', '.join(kls)} nats, with 95 % intervals over documents{over}"
     yield "memory", memory_text(measured, choice, rows["kept"].mean())
@@ -221,12 +220,12 @@ def drafts_text(measured: Measured) -> str:
     if times.whole is not None:
         others[READ_WHOLE] = times.whole.seconds
     best = min(others, key=others.__getitem__)
-    pays = drafts.seconds <= times.faster * others[best]
-    pay = "they pay" if pays else f"they do not pay, {best} takes {ms(others[best])}"
-    return (
-        f"verify={DRAFTS} with {drafts.name} writes full attention's own text at {ms(drafts.seconds)} a token, "
-        f"{drafts.accepted:.1f} of {drafts.drafted:.1f} drafts accepted: {pay}"
-    )
+    pay = "they pay"
+    if drafts.seconds > times.faster * others[best]:
+        pay = f"they do not pay, {best} takes {ms(others[best])}"
+    accepted = f"{drafts.accepted:.1f} of {drafts.drafted:.1f} drafts accepted"
+    text = f"verify={DRAFTS} with {drafts.name} writes full attention's own text"
+    return f"{text} at {ms(drafts.seconds)} a token, {accepted}: {pay}"
 
 
 def fewest_text(measured: Measured, choice: pd.Series | None, fewest: pd.Series | None) -> str:
@@ -243,8 +242,9 @@ def fewest_text(measured: Measured, choice: pd.Series | None, fewest: pd.Series 
 
 def verified(measured: Measured) -> str:
     """Returns the bytes per verified token of the method and budget that need the fewest."""
-    means = measured.table.groupby(ARM)[["verified", "verified_high"]].agg({"verified": "mean", "verified_high": "max"})
-    best = means.reset_index().sort_values("verified", kind="stable").iloc[0]
+    arms = measured.table.groupby(ARM_COLUMNS)
+    means = arms.agg({"verified": "mean", "verified_high": "max"}).reset_index()
+    best = means.sort_values("verified", kind="stable").iloc[0]
     high = "" if math.isnan(best.verified_high) else f" (the intervals end at {percent(best.verified_high)})"
     return (
         f"where {arm_name(best)} drafts and full attention verifies, a token reads {percent(best.verified)} of full "
@@ -254,14 +254,13 @@ def verified(measured: Measured) -> str:
 
 def weights_text(measured: Measured) -> str:
     """Returns what packed weights cost, apart from the methods."""
-    parts = []
-    for row in measured.weights.itertuples():
-        parts.append(f"{row.text} {interval(row)}")
+    parts = [f"{row.text} {kl_text(row)}" for row in measured.weights.itertuples()]
     rounding = measured.weights["rounding"].max()
+    cost = f"{measured.args.weights} bits cost {', '.join(parts)} nats of KL from the model as loaded"
     return (
-        f"{measured.args.weights} bits cost {', '.join(parts)} nats of KL from the model as loaded, under full "
-        "attention. Methods are measured from full attention with the same packed weights: their KL is on top of that, "
-        f"and contains the rounding of activations, up to {rounding:.2g} nats for full attention itself"
+        f"{cost}, under full attention. Methods are measured from full attention with the same packed weights: their "
+        "KL is on top of that, and contains the rounding of activations, up to "
+        f"{rounding:.2g} nats for full attention itself"
     )
 
 
@@ -280,15 +279,12 @@ def steps_of(measured: Measured) -> list[list[str]]:
 
 
 def basis(measured: Measured) -> Iterator[tuple[str, str]]:
-    counts = [len(text.sequences) for text in measured.texts]
-    documents = ", ".join(f"{text.name} {len(text.sequences)}" for text in measured.texts)
-    tokens = sum(counts) * measured.args.tokens
+    counts = {text.name: len(text.sequences) for text in measured.texts}
+    of_texts = ", ".join(f"{name} {count}" for name, count in counts.items())
+    total = sum(counts.values())
     texts = "1 text" if len(counts) == 1 else f"{len(counts)} texts"
-    yield (
-        "stands on",
-        f"{sum(counts)} documents of {texts} ({documents}), {tokens:,} tokens after prompts of "
-        f"{measured.args.prompt_tokens:,}",
-    )
+    tokens = f"{total * measured.args.tokens:,} tokens after prompts of {measured.args.prompt_tokens:,}"
+    yield "stands on", f"{total} documents of {texts} ({of_texts}), {tokens}"
     yield from measured.about.items()
 
 
@@ -312,7 +308,7 @@ def limits(measured: Measured) -> Iterator[str]:
     yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
     yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
     yield (
-        f"The recommendation is the best of {len(arms_of(measured.table))} on the same documents, so a little "
+        f"The recommendation is the best of {len(arm_means(measured.table))} on the same documents, so a little "
         "optimistic: confirm it on other text."
     )
 

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from residual_mass.measure.names import distinct, plain, require_utf8, title_of
+from residual_mass.measure.names import distinct, normalised, require_utf8, title_of
 from residual_mass.methods.arms import percent_written
 from residual_mass.methods.served import FEWEST_BYTES, READ_WHOLE, RECOMMENDED
 from residual_mass.metrics import written_budget
@@ -21,12 +21,13 @@ DEFAULT_METHODS = (BASELINE, "topk_moments", READ_WHOLE, RECOMMENDED, FEWEST_BYT
 """Default of `--methods`, from many bytes a step to few; they need no training. On a CPU the kernels serve two of them,
 on a GPU the first two.
 """
-TIMED, LENGTHS = (READ_WHOLE, RECOMMENDED), ("1k", "4k", "16k", "32k")
-"""Defaults of `--latency`: methods, in addition to full attention, and lengths."""
+LATENCY_METHODS = (READ_WHOLE, RECOMMENDED)
+"""Default methods of `--latency`, in addition to full attention."""
+LATENCY_LENGTHS = ("1k", "4k", "16k", "32k")
 EMBEDDED = "smol"
 """Name of the model that comes with the pinned wheels."""
 DEFAULT_TEXTS = ("wiki", "code")
-TEXT = (
+MEASURE_HELP = (
     "How much of the key-value cache may a model leave unread on these texts before its next token changes? Measures "
     "methods and budgets against full attention, and recommends the one whose step is fastest on this machine among "
     "those that stay below a distance."
@@ -34,7 +35,7 @@ TEXT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = TEXT
+    parser.description = MEASURE_HELP
     add = parser.add_argument
     add("model", nargs="?", default=EMBEDDED,
         help="folder of a model or OWNER/NAME on the hub (default: %(default)s, the embedded SmolLM2-135M-Instruct); "
@@ -96,27 +97,32 @@ class Arguments:
                 raise ValueError(f"--{name} is {getattr(options, name)}, not 1 or more")
         if not 0 < options.target_kl < math.inf:
             raise ValueError(f"--target-kl is {options.target_kl:g}; write a distance above 0 in nats, such as 0.01")
-        given = {field.name: getattr(options, field.name) for field in fields(cls)}
-        if options.model in ASSETS or os.path.isfile(options.model):  # a text for the embedded model
-            given |= {"model": EMBEDDED, "texts": [options.model, *options.texts]}
-        given["model"] = given["model"] if given["model"] == EMBEDDED else plain(given["model"])
-        given["texts"] = distinct(given["texts"] or DEFAULT_TEXTS)
+        values = {field.name: getattr(options, field.name) for field in fields(cls)}
+        model = options.model
+        texts = options.texts
+        if model in ASSETS or os.path.isfile(model):  # a text for the embedded model
+            texts = [model, *texts]
+            model = EMBEDDED
+        values["model"] = model if model == EMBEDDED else normalised(model)
+        values["texts"] = distinct(texts or DEFAULT_TEXTS)
         if options.assets is None:
-            embedded = given["model"] == EMBEDDED or not ASSETS.keys().isdisjoint(given["texts"])
-            given["assets"] = assets_folder(needed=embedded)
+            embedded = values["model"] == EMBEDDED or not ASSETS.keys().isdisjoint(values["texts"])
+            values["assets"] = assets_folder(needed=embedded)
         for name in ("assets", "out", "phi"):
-            require_utf8(str(given[name]), f"--{name}")
+            require_utf8(str(values[name]), f"--{name}")
         if options.latency is None:
-            given["methods"] = tuple(dict.fromkeys((BASELINE, *(options.methods or DEFAULT_METHODS))))
+            methods = (BASELINE, *(options.methods or DEFAULT_METHODS))
         else:
+            methods = options.methods or LATENCY_METHODS
             try:
-                given["latency"] = tuple(sorted({*(options.latency or LENGTHS)}, key=tokens_of))
+                values["latency"] = tuple(sorted(set(options.latency or LATENCY_LENGTHS), key=tokens_of))
             except ValueError as error:
                 raise ValueError(f"--latency: {error}") from None
-            given["methods"] = tuple(dict.fromkeys(options.methods or TIMED))
+        values["methods"] = tuple(dict.fromkeys(methods))
         # As result files write them: rows are joined by budget.
-        given["budgets"] = tuple(dict.fromkeys(written_budget(percent_written(text)) for text in options.budgets))
-        return cls(**given)
+        budgets = [written_budget(percent_written(text)) for text in options.budgets]
+        values["budgets"] = tuple(dict.fromkeys(budgets))
+        return cls(**values)
 
     @property
     def name(self) -> str:

@@ -6,14 +6,14 @@ import math
 
 import pandas as pd
 
-ARM = ["method", "budget_percent"]
+ARM_COLUMNS = ["method", "budget_percent"]
 TORCH = "torch"
 """Name of the backend that only simulates what a fast step would leave unread."""
 FASTER = 0.97
 """A step counts as faster if it takes at most this share of the other's time, or less where times scatter more."""
 
 
-def arms_of(table: pd.DataFrame) -> pd.DataFrame:
+def arm_means(table: pd.DataFrame) -> pd.DataFrame:
     """Returns a row for each method and budget over all texts, in ascending order of bytes read.
 
     Args:
@@ -24,7 +24,7 @@ def arms_of(table: pd.DataFrame) -> pd.DataFrame:
         the largest upper end of an interval, infinite for a single document; and `over_topk`, the largest ratio.
     """
     high = table["ci_high"].fillna(math.inf)
-    rows = table.assign(high=high).groupby(ARM, sort=False)
+    rows = table.assign(high=high).groupby(ARM_COLUMNS, sort=False)
     arms = rows.agg(
         kl=("kl", "mean"),
         read=("read", "mean"),
@@ -41,7 +41,7 @@ def below_target(table: pd.DataFrame, target: float) -> pd.DataFrame:
     """Returns the arms whose intervals end at or below the target on every text and that read fewer bytes than full
     attention, in ascending order of bytes.
     """
-    arms = arms_of(table)
+    arms = arm_means(table)
     return arms[(arms["high"] <= target) & (arms["read"] < 1)]
 
 

@@ -22,11 +22,14 @@ if TYPE_CHECKING:  # the command line, which imports this module, does without t
 
 LATE = ("accelerate", "gguf", "jinja2", "matplotlib")
 """Packages of the extra `measure` that are needed only after the measurement or by other libraries; checked first."""
-WIDTH = 120
+LINE_WIDTH = 120
 """Characters of a printed line, but for tables."""
-NAME = 17
+FACT_WIDTH = 17
 """Characters before a fact."""
-COLUMNS = ("method", "exact", "read", "kept", "KL / topk's", "KL", "", "same top", "ms a token", "by")
+POINTS = {"marker": "o", "markersize": 4, "linewidth": 1}
+RING = {"s": 90, "facecolors": "none", "edgecolors": "black", "linewidths": 1.2, "zorder": 3}
+"""Looks of a method's budgets, and of the mark around the recommended one."""
+TABLE_HEADS = ("method", "exact", "read", "kept", "KL / topk's", "KL", "", "same top", "ms a token", "by")
 """Heads of the table; the empty one is `Measured.tail`."""
 
 
@@ -40,13 +43,13 @@ def run(options: argparse.Namespace) -> None:
 
         text, files = latency.measure(args)
     else:
-        from residual_mass.measure.answer import answer
+        from residual_mass.measure.answer import answer_of
         from residual_mass.measure.distances import measure
 
         measured = measure(args)
-        found = answer(measured)
-        text = printed(measured, found)
-        files = write(measured, found, text)
+        answer = answer_of(measured)
+        text = terminal_text(measured, answer)
+        files = write(measured, answer, text)
     _print(text)
     for file in files:
         _print(str(file))
@@ -61,12 +64,12 @@ def _print(text: str) -> None:
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def printed(measured: Measured, answer: Answer) -> str:
+def terminal_text(measured: Measured, answer: Answer) -> str:
     """Returns the answer as text for a terminal."""
-    lines = [answer.question, "", textwrap.fill(answer.lead, WIDTH), ""]
+    lines = [answer.question, "", textwrap.fill(answer.lead, LINE_WIDTH), ""]
     for name, text in (*answer.facts, *answer.basis):
-        filled = textwrap.fill(text, WIDTH - NAME)
-        lines.append(f"{name:{NAME}}{textwrap.indent(filled, ' ' * NAME).lstrip()}")
+        filled = textwrap.fill(text, LINE_WIDTH - FACT_WIDTH)
+        lines.append(f"{name:{FACT_WIDTH}}{textwrap.indent(filled, ' ' * FACT_WIDTH).lstrip()}")
     if answer.steps:
         lines += ["", *aligned(answer.steps)]
     if answer.recipe:
@@ -81,30 +84,27 @@ def printed(measured: Measured, answer: Answer) -> str:
         lines += ["", f"{text.name}, {len(text.sequences)} documents", *aligned(rows)]
     lines += ["", "Limits of this answer:"]
     for limit in answer.limits:
-        lines.append(textwrap.fill(f"* {limit}", WIDTH, subsequent_indent="  "))
+        lines.append(textwrap.fill(f"* {limit}", LINE_WIDTH, subsequent_indent="  "))
     return "\n".join(lines) + "\n"
 
 
 def rows_of(measured: Measured, text: str) -> Iterator[list[str]]:
     """Yields the head of a text's table, then a row for each method and budget, with `>` before a recommended one."""
-    from residual_mass.measure.answer import interval
+    from residual_mass.measure.answer import kl_text, percent
 
-    yield ["", *(head or measured.tail for head in COLUMNS)]
-    for row in measured.table[measured.table["text"] == text].sort_values("read").itertuples():
-        whole = row.budget_percent == 100 and math.isnan(row.kl_over_topk)
-        yield [
-            ">" if row.recommended else "",
-            row.method,
-            "-" if whole else f"{row.budget_percent:g} %",
-            f"{100 * row.read:.0f} %",
-            f"{100 * row.kept:.0f} %",
-            "-" if math.isnan(row.kl_over_topk) else f"{row.kl_over_topk:.2g}",
-            interval(row),
-            f"{row.kl_tail:.2g}",
-            f"{100 * row.same_top:.1f} %",
-            f"{1000 * row.seconds:.3g}",
-            row.backend,
-        ]
+    heads = [head or measured.tail for head in TABLE_HEADS]
+    yield ["", *heads]
+    of_text = measured.table[measured.table["text"] == text]
+    for row in of_text.sort_values("read").itertuples():
+        has_ratio = not math.isnan(row.kl_over_topk)
+        whole = row.budget_percent == 100 and not has_ratio
+        mark = ">" if row.recommended else ""
+        budget = "-" if whole else f"{row.budget_percent:g} %"
+        cells = [mark, row.method, budget, percent(row.read), percent(row.kept)]
+        cells.append(f"{row.kl_over_topk:.2g}" if has_ratio else "-")
+        cells += [kl_text(row), f"{row.kl_tail:.2g}", f"{100 * row.same_top:.1f} %"]
+        cells += [f"{1000 * row.seconds:.3g}", row.backend]
+        yield cells
 
 
 def aligned(rows: list[list[str]]) -> list[str]:
@@ -124,8 +124,12 @@ def write(measured: Measured, answer: Answer, text: str) -> list[Path]:
     """Writes the page, the table, the picture, the printed text and, last, the settings; returns their paths."""
     from residual_mass.measure.page import page
 
-    names = ("measured.html", "measured.csv", "measured.png", "measured.txt", "settings.json")
-    html, table, picture, printed, settings = paths = [measured.folder / name for name in names]
+    html = measured.folder / "measured.html"
+    table = measured.folder / "measured.csv"
+    picture = measured.folder / "measured.png"
+    printed = measured.folder / "measured.txt"
+    settings = measured.folder / "settings.json"
+    paths = [html, table, picture, printed, settings]
     rows = measured.table.assign(seconds_full=measured.times.full.seconds)
     write_text(table, rows.to_csv(index=False, float_format="%.6g"))
     with atomic_write(picture) as temporary:
@@ -145,18 +149,19 @@ def draw(measured: Measured) -> Figure:
     """Draws a panel per text: KL with its interval against the bytes of a step, a line per method over its budgets."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.2 * len(measured.texts), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(measured.texts), sharex=True, sharey=True, squeeze=False)[0]
+    count = len(measured.texts)
+    figure = Figure(figsize=(4.2 * count, 3.8), layout="constrained")
+    (panels,) = figure.subplots(1, count, sharex=True, sharey=True, squeeze=False)
     for axis, text in zip(panels, measured.texts, strict=True):
         of_text = measured.table[measured.table["text"] == text.name]
         for method, rows in of_text.groupby("method", sort=False):
             rows = rows.sort_values("read")
-            (line,) = axis.plot(100 * rows["read"], rows["kl"], marker="o", markersize=4, linewidth=1, label=method)
-            axis.vlines(100 * rows["read"], rows["ci_low"], rows["ci_high"], color=line.get_color(), linewidth=0.8)
+            read = 100 * rows["read"]
+            (line,) = axis.plot(read, rows["kl"], **POINTS, label=method)
+            axis.vlines(read, rows["ci_low"], rows["ci_high"], color=line.get_color(), linewidth=0.8)
         chosen = of_text[of_text["recommended"] == 1]
         if len(chosen):
-            ring = {"s": 90, "facecolors": "none", "edgecolors": "black", "linewidths": 1.2, "zorder": 3}
-            axis.scatter(100 * chosen["read"], chosen["kl"], label="recommended", **ring)
+            axis.scatter(100 * chosen["read"], chosen["kl"], label="recommended", **RING)
         axis.axhline(measured.args.target_kl, color="0.4", linewidth=0.8, linestyle="--", label="target")
         axis.set_title(text.name, parse_math=False)  # a name may have dollar signs
         axis.set(yscale="log", xlabel="bytes read by a step, % of full attention's")

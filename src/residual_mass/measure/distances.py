@@ -28,10 +28,10 @@ from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json, read_parquet, require_writable
 from residual_mass.measure.arguments import BASELINE, EMBEDDED, Arguments
-from residual_mass.measure.choice import ARM, is_same, recommended
+from residual_mass.measure.choice import ARM_COLUMNS, is_same, recommended
 from residual_mass.measure.documents import Text, read_texts
 from residual_mass.measure.models import STUDY, find_device, find_model, load, load_packed
-from residual_mass.measure.names import shown, title_of
+from residual_mass.measure.names import printable, title_of
 from residual_mass.measure.served import Served, budgets_of
 from residual_mass.measure.times import Timer, Times
 from residual_mass.measure.weights import weights_cost
@@ -47,7 +47,7 @@ from residual_mass.spec.columns import FORCED_COLUMNS
 from residual_mass.spec.settings import AnchorSpec, MapsSpec
 from residual_mass.spec.specs import FidelitySpec, ForceSpec
 
-STORE = "store.jsonl"
+STORE_NAME = "store.jsonl"
 """Name of the file with the decoded rows of all answers in a folder."""
 RESAMPLES = 1000
 """Resamples for the intervals of metrics other than KL, as in the studies."""
@@ -55,7 +55,7 @@ TAIL = 1000
 """Minimum number of tokens whose 99.9 % point differs from their largest value."""
 QUERIES = 8
 """Number of tokens after a prompt whose reads are counted."""
-ARM_OF_TEXT = ["text", *ARM]
+ARM_OF_TEXT = ["text", *ARM_COLUMNS]
 LONGEST_NAME = 200
 """Bytes of an answer's folder name; file systems allow 255."""
 
@@ -119,15 +119,16 @@ def measure(args: Arguments) -> Measured:
         ValueError: the model, a text, a method or a number is at fault; names it.
         NotFiniteError: the model returns a NaN or an infinity.
     """
-    require_writable(args.out / STORE)
+    require_writable(args.out / STORE_NAME)
     arms = _arms(args)
     phi = None if args.phi is None else PhiMaps.load(args.phi)
     models = Models(args)
     spec = models.spec
     if 0 < spec.context < args.document_tokens:
+        limit = f"{spec.model_id} was made for {spec.context:,}"
         raise ValueError(
-            f"--length {args.length}: with what follows, {args.document_tokens:,} tokens, and {spec.model_id} "
-            f"was made for {spec.context:,}; choose a shorter one"
+            f"--length {args.length}: with what follows, {args.document_tokens:,} tokens, and {limit}; choose a "
+            "shorter one"
         )
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, args.assets)
     texts = read_texts(args, tokenizer)
@@ -143,22 +144,30 @@ def measure(args: Arguments) -> Measured:
     table = _with_verified_bytes(table.join(pd.concat(reads)), args.tokens)
     weights = None
     if args.weights is not None:
-        store = args.out / STORE
+        store = args.out / STORE_NAME
         weights = weights_cost(args, texts, models.loaded, models.measured, store)
     loaded = None if args.weights is None else models.loaded.model
     timer = Timer(args, model, loaded, served, phi)
     documents = [text.sequences[0] for text in texts]
     times = timer.times(documents[0])
-    table = table.reset_index().merge(times.arms, on=ARM)
+    table = table.reset_index().merge(times.arms, on=ARM_COLUMNS)
     choice = recommended(table, args.target_kl, times.faster)
     times = timer.with_choice(times, choice, documents, table)
     table["recommended"] = [int(is_same(choice, row)) for row in table.itertuples()]
     title = title_of(spec.model_id) if args.model == EMBEDDED else args.name
     return Measured(
-        args=args, title=f"{title}, prompts of {args.length}", folder=folder, settings=settings, texts=texts,
-        table=table, tail="largest" if few else "99.9 % point", served=served, times=times, weights=weights,
+        args=args,
+        title=f"{title}, prompts of {args.length}",
+        folder=folder,
+        settings=settings,
+        texts=texts,
+        table=table,
+        tail="largest" if few else "99.9 % point",
+        served=served,
+        times=times,
+        weights=weights,
         about=_about(models),
-    )  # fmt: skip
+    )
 
 
 def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
@@ -187,7 +196,7 @@ def _settings(models: Models, served: Served) -> dict[str, Any]:
     for name in ("device", "assets", "out", "latency"):
         del settings[name]
     settings |= {"model": spec.model_id, "revision": spec.revision, "dtype": spec.dtype}
-    settings |= {"texts": [*map(shown, args.texts)], "served": served.backends}
+    settings |= {"texts": [*map(printable, args.texts)], "served": served.backends}
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -199,22 +208,25 @@ def _about(models: Models) -> dict[str, str]:
         weights = f"{model.packed_weights}; all others {str(model.dtype).removeprefix('torch.')}"
     versions = {"residual-mass": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     versions["Python"] = platform.python_version()
+    shown_versions = [f"{name} {version}" for name, version in versions.items()]
     return {
         "model": f"{spec.model_id}, {spec.revision}",
         "weights": weights,
         "machine": device_name(models.device),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "versions": ", ".join(shown_versions),
     }
 
 
 def _folder(args: Arguments, settings: dict[str, Any]) -> Path:
     """Returns a folder named after model, texts and length, with a number if other settings have that folder."""
-    name = "-".join((args.name, *(Path(title_of(text)).stem for text in args.texts), args.length))[:80]
+    texts = [Path(title_of(text)).stem for text in args.texts]
+    name = "-".join((args.name, *texts, args.length))[:80]
     name = name.encode()[:LONGEST_NAME].decode(errors="ignore")
     for number in itertools.count(1):
-        answer = args.out / (name if number == 1 else f"{name}-{number}") / "settings.json"
-        if not answer.exists() or read_json(answer) == settings:
-            return answer.parent
+        folder = args.out / (name if number == 1 else f"{name}-{number}")
+        earlier = folder / "settings.json"
+        if not earlier.exists() or read_json(earlier) == settings:
+            return folder
 
 
 def _distances(
@@ -227,22 +239,45 @@ def _distances(
         columns `verified` to `verified_high`.
     """
     args = models.args
+    maps = {}
+    maps_specs: tuple[MapsSpec, ...] = ()
+    if args.phi is not None:
+        maps[args.phi.stem] = args.phi
+        maps_specs = (MapsSpec(args.phi.stem, args.prompt_tokens),)
     spec = ForceSpec(
-        study=STUDY, backbone=models.spec, length=args.length, corpora=(), documents=args.documents, tokens=args.tokens,
-        seed=args.seed, asked=(), arms=arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to=args.length,
-        maps=() if args.phi is None else (MapsSpec(args.phi.stem, args.prompt_tokens),), recipe=RECIPES["force"],
-    )  # fmt: skip
-    forced, out = folder / "forced.parquet", folder / "fidelity.csv"
+        study=STUDY,
+        backbone=models.spec,
+        length=args.length,
+        corpora=(),
+        documents=args.documents,
+        tokens=args.tokens,
+        seed=args.seed,
+        asked=(),
+        arms=arms,
+        arms_of_documents=(),
+        anchors=AnchorSpec(),
+        truncate_to=args.length,
+        maps=maps_specs,
+        recipe=RECIPES["force"],
+    )
+    forced = folder / "forced.parquet"
+    out = folder / "fidelity.csv"
+    store = args.out / STORE_NAME
     record = Record("force", spec, [])
-    documents = [x for text in texts for x in following(spec, text.name, text.sequences, spec.rows_of_answer)]
-    maps = {} if args.phi is None else {args.phi.stem: args.phi}
+    documents = []
+    for text in texts:
+        documents += following(spec, text.name, text.sequences, spec.rows_of_answer)
     identity = models.measured.identity
-    facts = write_forced(spec, documents, identity, lambda: models.measured, maps, args.out / STORE, forced, packed)
+    facts = write_forced(spec, documents, identity, lambda: models.measured, maps, store, forced, packed)
     record.write(forced, identity=identity, **facts)
     about = FidelitySpec(
-        study=STUDY, backbone=spec.backbone, length=args.length, recipe=RECIPES["fidelity"],
-        bootstrap_resamples=RESAMPLES, seed=args.seed,
-    )  # fmt: skip
+        study=STUDY,
+        backbone=spec.backbone,
+        length=args.length,
+        recipe=RECIPES["fidelity"],
+        bootstrap_resamples=RESAMPLES,
+        seed=args.seed,
+    )
     fidelity.run(about, forced, out)
     return _kl_table(args, spec.anchors, out, tail).join(_first_differences(args, forced))
 
@@ -258,12 +293,14 @@ def _kl_table(args: Arguments, anchors: AnchorSpec, result: Path, tail: str) -> 
     table["same_top"] = by_metric[SAME_TOP.name]["value"]
     fixed = anchors.sink + anchors.tail
     middle = max(args.prompt_tokens - fixed, 0)
-    partial = [budget for budget in args.budgets if retrieved_count(budget, args.prompt_tokens, fixed) < middle]
+    ks = {budget: retrieved_count(budget, args.prompt_tokens, fixed) for budget in args.budgets}
+    partial = [budget for budget, k in ks.items() if k < middle]
     baseline = table["kl"].xs(BASELINE, level="method")
     budgets = baseline.index.get_level_values("budget_percent")
     baseline = baseline.where((baseline > 0) & budgets.isin(partial))
     ratio = table["kl"] / table.index.droplevel("method").map(baseline)
-    whole = [method_named(name).selector.replaces_cache for name in table.index.get_level_values("method")]
+    methods = table.index.get_level_values("method")
+    whole = [method_named(name).selector.replaces_cache for name in methods]
     return table.assign(kl_over_topk=ratio.mask(whole))
 
 
@@ -325,7 +362,8 @@ def _read(
     for method, by_layer in counts.items():
         rule = method_named(method)
         # A cache that is read whole reads as much at every budget.
-        for budget, tokens in zip(budgets_of(args, method), torch.stack(by_layer).mean(0).tolist(), strict=False):
+        means = torch.stack(by_layer).mean(0).tolist()
+        for budget, tokens in zip(budgets_of(args, method), means, strict=False):
             size = step_bytes(rule, step._replace(retrieved=tokens - fixed)).total
             kept = kept_bytes(rule, step).total
             rows.append((text.name, method, budget, size / full, kept / full))

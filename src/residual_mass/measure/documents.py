@@ -16,7 +16,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from residual_mass.measure.arguments import Arguments
-from residual_mass.measure.names import shown, text_name
+from residual_mass.measure.names import printable, text_name
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.texts import ASSETS
 from residual_mass.texts import assets
@@ -30,9 +30,9 @@ CHARACTERS = 16
 """Characters of a file that are read per wanted token."""
 MORE = 4
 """Factor of that number where texts need more characters for their tokens."""
-WHOLE = 64
+MAX_WHOLE_FILES = 64
 """Number of files that may be read at that rate; of more, as many are taken at equal distances."""
-GAP = re.compile(r"\s")
+WHITE_SPACE = re.compile(r"\s")
 """Where a part of a text begins, if there is one within WORD characters."""
 WORD = 100
 MARKS = {
@@ -101,8 +101,10 @@ def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text
         texts.append(_cut(FILES, files, tokenizer, args))
     names: dict[str, Text] = {}
     for text in texts:
-        others = (f"{text.name} ({number})" for number in itertools.count(2))
-        name = next(name for name in itertools.chain([text.name], others) if name not in names)
+        name = text.name
+        numbers = itertools.count(2)
+        while name in names:
+            name = f"{text.name} ({next(numbers)})"
         names[name] = replace(text, name=name)
     return list(names.values())
 
@@ -113,7 +115,7 @@ def _text_of(path: Path) -> str:
     Raises:
         ValueError: it cannot be read, is not a regular file, or not a text; names it.
     """
-    name = shown(str(path))
+    name = printable(str(path))
     try:
         regular = stat.S_ISREG(path.stat().st_mode)  # a pipe or a device may never end
         data = path.read_bytes() if regular else b""
@@ -142,26 +144,28 @@ def _texts_in(folder: Path) -> list[str]:
         ValueError: there is none; names the folder.
     """
     closed: list[OSError] = []
-    walk = os.walk(folder, onerror=closed.append)
-    files = sorted(Path(place, name) for place, _, names in walk for name in names)
-    files = [path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    files: list[Path] = []
+    for place, _, names in os.walk(folder, onerror=closed.append):
+        files += [Path(place, name) for name in names]
     texts = []
-    causes = [f"{shown(str(error.filename))}: {error.strerror}" for error in closed]
+    causes = [f"{printable(str(error.filename))}: {error.strerror}" for error in closed]
     seen: set[str] = set()
-    for path in files:
+    for path in sorted(files):
+        hidden = [part for part in path.relative_to(folder).parts if part.startswith(".")]
         real = os.path.realpath(path)
-        if real not in seen:
-            seen.add(real)
-            try:
-                texts.append(_text_of(path))
-            except ValueError as error:
-                causes.append(str(error))
+        if hidden or real in seen:
+            continue
+        seen.add(real)
+        try:
+            texts.append(_text_of(path))
+        except ValueError as error:
+            causes.append(str(error))
     if not texts:
         why = f" ({causes[-1]})" if causes else ""
-        raise ValueError(f"{shown(str(folder))}: no text in this folder{why}; name one with text files in UTF-8")
+        raise ValueError(f"{printable(str(folder))}: no text in this folder{why}; name one with text files in UTF-8")
     if causes:
         more = f" ({causes[-1]})"
-        log.warning("%s: %d files left out that are empty or not texts%s", shown(str(folder)), len(causes), more)
+        log.warning("%s: %d files left out that are empty or not texts%s", printable(str(folder)), len(causes), more)
     return texts
 
 
@@ -173,15 +177,18 @@ def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, ar
     wanted = args.document_tokens - len(front)
     characters = CHARACTERS * args.document_tokens
     runs = _runs(texts, characters, wanted, tokenizer, args)
-    while len(parts := windows(runs.tokens, wanted, args.documents)) < args.documents and runs.read < 1:
+    parts = windows(runs.tokens, wanted, args.documents)
+    while len(parts) < args.documents and runs.read < 1:
         characters *= MORE
         runs = _runs(texts, characters, wanted, tokenizer, args)
+        parts = windows(runs.tokens, wanted, args.documents)
     if not parts:
-        raise ValueError(
-            f"text {name}: {sum(map(len, runs.tokens)):,} tokens, and one document is {wanted:,} (--length and "
-            "--tokens); give more text or a shorter --length"
-        )
-    owners = {owner for part in windows(runs.owners, wanted, args.documents) for owner in part}
+        total = sum(map(len, runs.tokens))
+        sizes = f"{total:,} tokens, and one document is {wanted:,} (--length and --tokens)"
+        raise ValueError(f"text {name}: {sizes}; give more text or a shorter --length")
+    owners: set[int] = set()
+    for of_document in windows(runs.owners, wanted, args.documents):
+        owners.update(of_document)
     sources = min(len(owners), len(parts))
     return Text(name, [front + part for part in parts], sources, runs.read, runs.special)
 
@@ -197,7 +204,8 @@ def _runs(
         return tokenizer(part, add_special_tokens=False, split_special_tokens=not args.special_tokens).input_ids
 
     longest = characters * args.documents
-    stride = 1 + sum(min(len(text), longest) for text in texts) // (WHOLE * longest)
+    lengths = [min(len(text), longest) for text in texts]
+    stride = 1 + sum(lengths) // (MAX_WHOLE_FILES * longest)
     tokens: list[list[int]] = [[]]
     owners: list[list[int]] = [[]]
     names = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -218,7 +226,9 @@ def _runs(
             closed = not whole
             tokens[-1] += ids
             owners[-1] += [number] * len(ids)
-        special = special or next((name for name in names if any(name in part for part in parts)), "")
+        in_parts = [name for name in names if any(name in part for part in parts)]
+        if in_parts and not special:
+            special = in_parts[0]
         read += min(len(text), longest)
     return Runs(tokens, owners, read / sum(map(len, texts)), special)
 
@@ -228,8 +238,9 @@ def _parts(text: str, size: int, count: int) -> list[str]:
     parts = []
     for number in range(count):
         start = number * (len(text) - size) // max(count - 1, 1)
-        gap = GAP.search(text, start, start + WORD) if start else None
-        parts.append(text[gap.start() if gap else start : start + size])
+        gap = WHITE_SPACE.search(text, start, start + WORD) if start else None
+        begin = gap.start() if gap else start
+        parts.append(text[begin : start + size])
     return parts
 
 
@@ -238,7 +249,13 @@ def windows(runs: Sequence[Sequence[int]], size: int, count: int) -> list[list[i
     places = []
     for run in runs:
         fitting = len(run) // size
-        places += [(run, number * (len(run) - size) // max(fitting - 1, 1)) for number in range(fitting)]
+        room = len(run) - size
+        for number in range(fitting):  # the first begins with the run, the last ends with it
+            start = number * room // max(fitting - 1, 1)
+            places.append((run, start))
     count = min(count, len(places))
-    chosen = (places[number * len(places) // count] for number in range(count))
-    return [list(run[start : start + size]) for run, start in chosen]
+    windows = []
+    for number in range(count):
+        run, start = places[number * len(places) // count]
+        windows.append(list(run[start : start + size]))
+    return windows

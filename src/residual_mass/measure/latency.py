@@ -62,16 +62,17 @@ class Side:
 
     @property
     def name(self) -> str:
-        whole = self.method.whole_prefix or self.method.selector.replaces_cache
-        return self.method.name if whole else f"{self.method.name}, {100 * self.budget:g} %"
+        if self.method.whole_prefix or self.method.selector.replaces_cache:
+            return self.method.name
+        return f"{self.method.name}, {100 * self.budget:g} %"
 
 
 def measure(args: Arguments) -> tuple[str, list[Path]]:
     """Times all sides at all lengths of `--latency`.
 
     Returns:
-        The text of `printed`, and the files with its table and with the text. Columns: `side`, `tokens`, `seconds` (the
-        median of a step), `fastest` and `kept_mib` (size of the cache).
+        The text of `latency_text`, and the files with its table and with the text. Columns: `side`, `tokens`, `seconds`
+        (the median of a step), `fastest` and `kept_mib` (size of the cache).
 
     Raises:
         ValueError: the model or a method cannot be timed; names it.
@@ -104,7 +105,7 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
     table = groups.agg(seconds=("seconds", statistics.median), fastest=("seconds", "min"), kept_mib=("kept_mib", "max"))
     table = table.reset_index()
     write_text(files[0], table.to_csv(index=False, float_format="%.6g"))
-    text = printed(args, table)
+    text = latency_text(args, table)
     write_text(files[1], text)
     return text, files
 
@@ -113,8 +114,9 @@ def sides(model: PreTrainedModel, args: Arguments) -> Iterator[Side]:
     """Yields transformers' full attention, then what the compiled kernels serve, then methods that run in torch."""
     full = method_named("full")
     own = [method_named(name) for name in args.methods if name != "full"]
-    if needing := next((method.name for method in own if method.needs_maps), None):
-        raise ValueError(f"--latency times methods without feature maps; leave {needing} out of --methods")
+    needing = [method.name for method in own if method.needs_maps]
+    if needing:
+        raise ValueError(f"--latency times methods without feature maps; leave {needing[0]} out of --methods")
     packed = {}
     for method in (full, *own):
         packed[method] = PackedBackend.refusal(model, Arm(method, None)) is None
@@ -228,18 +230,18 @@ def conditions(args: Arguments) -> str:
     return weights + (", steps compiled but transformers'" if args.compile else "")
 
 
-def printed(args: Arguments, table: pd.DataFrame) -> str:
+def latency_text(args: Arguments, table: pd.DataFrame) -> str:
     """Returns the table of milliseconds, and the length from which a method is faster than each full read."""
-    fastest = table.pivot(index="side", columns="tokens", values="fastest").loc[table["side"].unique()]
-    kept = table.pivot(index="side", columns="tokens", values="kept_mib").loc[fastest.index]
-    medians = table.pivot(index="side", columns="tokens", values="seconds").loc[fastest.index]
+    by_tokens = table.pivot(index="side", columns="tokens").loc[table["side"].unique()]
+    fastest = by_tokens["fastest"]
+    kept = by_tokens["kept_mib"]
+    medians = by_tokens["seconds"]
     width = max(map(len, fastest.index))
     threads = torch.get_num_threads()
-    lines = [
-        f"{args.name}{conditions(args)}, {threads} thread{'s' * (threads > 1)}: milliseconds of a step, the median "
-        "(fastest), and MiB of the cache, by tokens in it\n",
-        " " * width + "".join(f"{tokens:>24,}" for tokens in fastest.columns),
-    ]
+    machine = f"{threads} thread{'s' * (threads > 1)}"
+    quantities = "milliseconds of a step, the median (fastest), and MiB of the cache, by tokens in it"
+    heads = [f"{tokens:>24,}" for tokens in fastest.columns]
+    lines = [f"{args.name}{conditions(args)}, {machine}: {quantities}\n", " " * width + "".join(heads)]
     for side in fastest.index:
         line = f"{side:{width}}"
         for tokens in fastest.columns:
@@ -250,7 +252,8 @@ def printed(args: Arguments, table: pd.DataFrame) -> str:
         lines.append(line)
     whole = [side for side in ("transformers", "full", READ_WHOLE) if side in fastest.index]
     lines.append("")
-    for side, other in product((side for side in fastest.index if side not in whole), whole):
+    selecting = [side for side in fastest.index if side not in whole]
+    for side, other in product(selecting, whole):
         first = faster_from(fastest, side, other)
         when = "at none of these lengths" if first is None else f"from {first:,} tokens on"
         lines.append(f"{side} is faster than {other} {when}.")

@@ -13,7 +13,7 @@ import torch
 from residual_mass.files import sha256_text
 from residual_mass.measure.arguments import EMBEDDED, Arguments
 from residual_mass.measure.documents import require_assets
-from residual_mass.measure.names import require_utf8, shown, title_of
+from residual_mass.measure.names import printable, require_utf8, title_of
 from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone, load_backbone, load_config
 from residual_mass.model.packed_weights import pack_weights
@@ -87,17 +87,27 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
             require_utf8(location, "model")
         revision = _state(name) if os.path.isdir(name) else _commit(name)
     config = load_config(location)
-    on_gpu, half = device.type == "cuda", config.dtype in (torch.bfloat16, torch.float16)
+    on_gpu = device.type == "cuda"
+    half = config.dtype in (torch.bfloat16, torch.float16)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    title = title_of(name)
     return BackboneSpec(
-        name=title_of(name), study=STUDY, model_id=model_id, revision=revision, source=source,
-        dtype="bfloat16" if half and on_gpu else "float32", tokenizer=title_of(name),
-        context=getattr(config.get_text_config(), "max_position_embeddings", None) or 0, requires_gpu=on_gpu,
-    )  # fmt: skip
+        name=title,
+        study=STUDY,
+        model_id=model_id,
+        revision=revision,
+        source=source,
+        dtype="bfloat16" if half and on_gpu else "float32",
+        tokenizer=title,
+        context=context or 0,
+        requires_gpu=on_gpu,
+    )
 
 
 def _state(name: str) -> str:
     """Returns a hash that identifies the weights in a folder: of names, sizes and times of its files."""
-    folder, what = Path(name), shown(name)
+    folder = Path(name)
+    what = printable(name)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{what}: no model in this folder (no config.json); name a folder in Hugging Face's format, or write "
@@ -105,20 +115,23 @@ def _state(name: str) -> str:
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{what}: no *.safetensors in it; save the model again with save_pretrained")
+    facts = []
     try:
-        files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
+        for file in sorted(folder.iterdir()):
+            status = file.stat()
+            facts.append((file.name, status.st_size, status.st_mtime_ns))
     except OSError as error:
-        raise ValueError(f"{shown(str(error.filename))}: {error.strerror}; fetch the model again") from None
-    return sha256_text(repr(files))[:12]
+        raise ValueError(f"{printable(str(error.filename))}: {error.strerror}; fetch the model again") from None
+    return sha256_text(repr(facts))[:12]
 
 
 def _commit(model: str) -> str:
     """Returns the commit of a model on the hub; of its newest copy in the cache if the hub cannot be reached."""
     is_document = (mimetypes.guess_type(model)[0] or "").startswith("text/")
     if is_document or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
+        remedy = f"check the name, or write {EMBEDDED} for the embedded model"
         raise ValueError(
-            f"{shown(model)}: no such file or folder, and no name on the hub, which is OWNER/NAME; check the name, or "
-            f"write {EMBEDDED} for the embedded model"
+            f"{printable(model)}: no such file or folder, and no name on the hub, which is OWNER/NAME; {remedy}"
         )
     from huggingface_hub import hf_hub_download
 

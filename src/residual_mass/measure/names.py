@@ -9,7 +9,7 @@ from pathlib import Path
 from residual_mass.spec.texts import ASSETS
 
 
-def plain(name: str) -> str:
+def normalised(name: str) -> str:
     """Returns a path without `.` and slashes that mean nothing; a folder called like a corpus keeps its `./`.
 
     Raises:
@@ -22,29 +22,34 @@ def plain(name: str) -> str:
 
 
 def distinct(texts: Iterable[str]) -> tuple[str, ...]:
-    """Returns plain names of corpora, files and folders, without further names of the same ones."""
+    """Returns normalised names of corpora, files and folders, without further names of the same ones."""
     found: dict[str, str] = {}
-    for name in map(plain, texts):
-        found.setdefault(name if name in ASSETS else os.path.realpath(name), name)
+    for name in map(normalised, texts):
+        place = name if name in ASSETS else os.path.realpath(name)
+        found.setdefault(place, name)
     return tuple(found.values())
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """Returns a name for files and terminals: bytes that are not UTF-8, and characters that do not print, escaped."""
     text = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    escaped = []
+    for character in text:
+        escape = character.encode("unicode_escape").decode()
+        escaped.append(character if character.isprintable() else escape)
+    return "".join(escaped)
 
 
 def title_of(name: str) -> str:
     """Returns the last part of a path, which is never empty, as it is shown."""
     own = Path(name).name
     real = Path(os.path.realpath(name))
-    return shown(own if own not in ("", "..") else real.name or str(real))
+    return printable(own if own not in ("", "..") else real.name or str(real))
 
 
 def text_name(folder: str) -> str:
     """Returns the name of the text that is a folder."""
-    return shown(folder) if Path(folder).name not in ("", "..") else title_of(folder)
+    return printable(folder) if Path(folder).name not in ("", "..") else title_of(folder)
 
 
 def require_utf8(path: str, what: str) -> None:
@@ -52,4 +57,6 @@ def require_utf8(path: str, what: str) -> None:
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{what} {shown(path)}: this name is not UTF-8; rename it, or choose another folder") from None
+        raise ValueError(
+            f"{what} {printable(path)}: this name is not UTF-8; rename it, or choose another folder"
+        ) from None

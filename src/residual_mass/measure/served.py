@@ -18,7 +18,7 @@ from residual_mass.methods.served import READ_WHOLE, backends_of
 from residual_mass.model.layers import device_of
 from residual_mass.model.phi_maps import PhiMaps
 
-WHOLE = 100.0
+WHOLE_PERCENT = 100.0
 """Budget of a cache that is read whole, in percent."""
 
 
@@ -76,18 +76,18 @@ class Served:
         return self.backends[method] != TORCH
 
 
-def arms_of(args: Arguments) -> list[tuple[str, float]]:
+def requested_arms(args: Arguments) -> list[tuple[str, float]]:
     """Returns the methods of an answer with their budgets in percent."""
     return [(name, budget) for name in args.methods for budget in budgets_of(args, name)]
 
 
 def budgets_of(args: Arguments, method: str) -> tuple[float, ...]:
     """Returns the budgets of a method: those asked for, or 100 for a cache that a step reads whole."""
-    return (WHOLE,) if method_named(method).selector.replaces_cache else args.budgets
+    return (WHOLE_PERCENT,) if method_named(method).selector.replaces_cache else args.budgets
 
 
 def arm_name(arm: pd.Series) -> str:
     """Returns an arm as it is written in tables."""
-    if arm.budget_percent == WHOLE:
+    if arm.budget_percent == WHOLE_PERCENT:
         return arm.method
     return f"{arm.method} at {arm.budget_percent:g} %"

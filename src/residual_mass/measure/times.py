@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from residual_mass.decode.verify import Pass
 from residual_mass.measure.arguments import Arguments
-from residual_mass.measure.choice import ARM, FASTER, TORCH, below_target, fastest_of
+from residual_mass.measure.choice import ARM_COLUMNS, FASTER, TORCH, below_target, fastest_of
 from residual_mass.measure.latency import (
     LayerKeys,
     Side,
@@ -30,7 +30,7 @@ from residual_mass.measure.latency import (
     timed_after,
     timed_drafts,
 )
-from residual_mass.measure.served import WHOLE, Served, arm_name, arms_of
+from residual_mass.measure.served import WHOLE_PERCENT, Served, arm_name, requested_arms
 from residual_mass.methods import method_named
 from residual_mass.methods.served import READ_WHOLE
 from residual_mass.model.hook import prefill
@@ -81,7 +81,7 @@ class Times:
         full: of transformers' own full attention.
         loaded: of the same over the model as it was loaded, if its weights are packed here.
         whole: of the 8-bit cache that is read whole; None where no fast step serves it.
-        arms: a row for each method and budget: ARM, `seconds`, `cache_mib` and `backend`.
+        arms: a row for each method and budget: ARM_COLUMNS, `seconds`, `cache_mib` and `backend`.
         turns: of every side but those that torch alone serves.
         scatter: by how much the fastest step of a side's second-best turn is slower than that of its best, the median
             over sides that take several turns.
@@ -198,8 +198,8 @@ class Timer:
         if self.loaded is not None:
             as_loaded = keys_of(self.loaded, ids)
             runs[LOADED] = Run(self.loaded, FULL_SIDE, ids, as_loaded)
-        arms = arms_of(self.args)
-        for method, budget in dict.fromkeys([(READ_WHOLE, WHOLE), *arms]):
+        arms = requested_arms(self.args)
+        for method, budget in dict.fromkeys([(READ_WHOLE, WHOLE_PERCENT), *arms]):
             if self.served.fast(method):
                 side = self.side(method, budget)
                 runs[method, budget] = self.run(side, ids, layers)
@@ -215,12 +215,12 @@ class Timer:
 
     def _found(self, timings: dict[Any, Timing], turns: int, scatter: float) -> Times:
         rows = []
-        for method, budget in arms_of(self.args):
+        for method, budget in requested_arms(self.args):
             timing = timings[method, budget]
             backend = self.served.backends[method]
             rows.append((method, budget, timing.seconds, timing.cache_mib, backend))
-        arms = pd.DataFrame(rows, columns=[*ARM, "seconds", "cache_mib", "backend"])
-        whole = timings[READ_WHOLE, WHOLE] if self.served.fast(READ_WHOLE) else None
+        arms = pd.DataFrame(rows, columns=[*ARM_COLUMNS, "seconds", "cache_mib", "backend"])
+        whole = timings[READ_WHOLE, WHOLE_PERCENT] if self.served.fast(READ_WHOLE) else None
         return Times(timings[FULL], timings.get(LOADED), whole, arms, turns, scatter)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class Timer:
         sides = {FULL: FULL_SIDE}
         found = {FULL: {self.args.prompt_tokens: times.full.seconds}}
         if times.whole is not None:
-            sides[READ_WHOLE] = self.side(READ_WHOLE, WHOLE)
+            sides[READ_WHOLE] = self.side(READ_WHOLE, WHOLE_PERCENT)
             found[READ_WHOLE] = {self.args.prompt_tokens: times.whole.seconds}
         if arm is not None:
             sides[arm_name(arm)] = self.side(arm.method, arm.budget_percent)

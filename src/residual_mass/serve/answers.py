@@ -50,13 +50,13 @@ def answer(model: PreTrainedModel, inputs: Tensor | None = None, **options: Any)
 def answers_of(model: PreTrainedModel) -> Answers:
     """Returns what answers a model's requests. The first call packs the model's weights, if the settings say so."""
     if model not in _answers:
-        settings = Settings(**read_json(Path(model.name_or_path) / SETTINGS))
+        settings = ServeSettings(**read_json(Path(model.name_or_path) / SETTINGS))
         _answers[model] = opened(model, settings)
     return _answers[model]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServeSettings:
     """What a served folder says beside its `generate.py`.
 
     Attributes:
@@ -79,7 +79,7 @@ class Settings:
     identity: str
 
 
-def opened(model: PreTrainedModel, settings: Settings) -> Answers:
+def opened(model: PreTrainedModel, settings: ServeSettings) -> Answers:
     """Prepares a model for its requests.
 
     Raises:
@@ -115,7 +115,7 @@ class Answers:
         kept: caches of the texts so far.
     """
 
-    settings: Settings
+    settings: ServeSettings
     arm: Arm
     kept: Kept
 
@@ -185,27 +185,26 @@ class Answers:
         """Generates from the longest kept beginning of a text [1, L], and keeps what it holds then."""
         cache = self.kept.take(ids[0])
         held = cache.get_seq_length()
-        record = Record(streamer)
-        options = options | {"past_key_values": cache, "custom_generate": self._decoding(record)}
+        recorder = TokenRecorder(streamer)
+        options = options | {"past_key_values": cache, "custom_generate": self._decoding(recorder)}
         started = time.perf_counter()
         try:
             return type(model).generate(model, ids, generation_config=config, **options)
         except Exception:
-            if not record.stopped:  # an error within a step may leave layers with different numbers of tokens
+            if not recorder.stopped:  # an error within a step may leave layers with different numbers of tokens
                 cache = None
             raise
         finally:
-            new = len(record.ids) - ids.shape[1]
-            left = ", and the client left" if record.stopped else ""
             seconds = time.perf_counter() - started
-            log.info(
-                "prompt of %d tokens (%d kept), %d new in %.1f s%s", ids.shape[1], held, max(new, 0), seconds, left
-            )
+            count = ids.shape[1]
+            new = max(len(recorder.ids) - count, 0)
+            left = ", and the client left" if recorder.stopped else ""
+            log.info("prompt of %d tokens (%d kept), %d new in %.1f s%s", count, held, new, seconds, left)
             if cache is not None and cache.get_seq_length() > 0:
-                self.kept.put(record.ids[: cache.get_seq_length()], cache)
+                self.kept.put(recorder.ids[: cache.get_seq_length()], cache)
 
 
-class Record(BaseStreamer):
+class TokenRecorder(BaseStreamer):
     """Passes a prompt and new tokens on, and knows them when generation was broken off.
 
     Attributes:
@@ -246,8 +245,11 @@ def new_tokens(model: PreTrainedModel, ids: Tensor, config: GenerationConfig) ->
     if not positions:
         return config.max_new_tokens
     if count >= positions:
+        name = Path(model.name_or_path).name
         raise ValueError(
-            f"the prompt has {count:,} tokens, and {Path(model.name_or_path).name} was made for texts of "
-            f"{positions:,} with the answer: shorten it"
+            f"the prompt has {count:,} tokens, and {name} was made for texts of {positions:,} with the answer: "
+            "shorten it"
         )
-    return None if config.max_new_tokens is None else min(config.max_new_tokens, positions - count)
+    if config.max_new_tokens is None:
+        return None
+    return min(config.max_new_tokens, positions - count)

@@ -13,23 +13,23 @@ from typing import Any
 
 from residual_mass.files import read_json, sha256_text, write_json, write_text
 from residual_mass.measure.arguments import EMBEDDED, assets_folder
-from residual_mass.measure.names import require_utf8, shown, title_of
+from residual_mass.measure.names import printable, require_utf8, title_of
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import percent_written
 from residual_mass.methods.served import RECOMMENDED, packing_of
 
-TEXT = (
+SERVE_HELP = (
     "Serve a model through a method, by transformers' own server, which speaks OpenAI's protocol. Prompts that "
     "continue an earlier text reuse its packed cache."
 )
-TRANSFORMERS = (5, 23)
+MIN_TRANSFORMERS = (5, 23)
 """Version whose server is known."""
-PRIMITIVES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+PRIMITIVE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Variables that bound torch's caches of code for products of one shape: every length of a prompt has its own, and the
 default of 1,024 is hundreds of MiB.
 """
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-GENERATE = '''\
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+GENERATE_FILE = '''\
 """Written by `residual-mass serve`: decodes by the method of settings.json."""
 
 from residual_mass.serve.answers import answer
@@ -41,7 +41,7 @@ def generate(model, inputs=None, **options):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = TEXT
+    parser.description = SERVE_HELP
     add = parser.add_argument
     add("model", nargs="?", default=EMBEDDED,
         help="folder of a model or OWNER/NAME on the hub (default: %(default)s, SmolLM2-135M-Instruct)")  # fmt: skip
@@ -67,22 +67,21 @@ def run(options: argparse.Namespace) -> None:
     """
     budget = percent_written(options.budget) / 100
     if packing_of(method_named(options.method)) is None:
-        raise ValueError(
-            f"--method {options.method}: the CPU kernels do not serve it; take one with `packed` in docs/library.md, "
-            f"such as {RECOMMENDED}"
-        )
+        remedy = f"take one with `packed` in docs/library.md, such as {RECOMMENDED}"
+        raise ValueError(f"--method {options.method}: the CPU kernels do not serve it; {remedy}")
     if options.memory < 0:
         raise ValueError(f"--memory is {options.memory}, not 0 or more MiB")
     installed = version("transformers")
-    if tuple(map(int, installed.split(".")[:2])) < TRANSFORMERS:
+    if tuple(map(int, installed.split(".")[:2])) < MIN_TRANSFORMERS:
         raise ValueError(f"transformers {installed} has another server: install transformers 5.23 or newer")
     require_free(options.host, options.port)
-    for cache in PRIMITIVES:
+    for cache in PRIMITIVE_CACHES:
         os.environ.setdefault(cache, "64")
     from residual_mass.serve.server import start  # before long work: its packages are an extra
 
     source = source_of(options.model)
-    name = re.sub(r"[^\w.-]", "-", title_of(source if os.path.isdir(options.model) else options.model))
+    title = title_of(source if os.path.isdir(options.model) else options.model)
+    name = re.sub(r"[^\w.-]", "-", title)
     folder = write_folder(source, name, options, budget)
     start(folder, options.host, options.port)
 
@@ -118,13 +117,13 @@ def source_of(name: str) -> Path:
         return Path(os.path.realpath(name))
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise ValueError(
-            f"{shown(name)}: no such folder, and no name on the hub, which is OWNER/NAME; check the name, or write "
+            f"{printable(name)}: no such folder, and no name on the hub, which is OWNER/NAME; check the name, or write "
             f"{EMBEDDED} for the embedded model"
         )
     from huggingface_hub import snapshot_download
 
     with hub.one_line_hub_errors(name, "check the name and the network, or name a folder"):
-        return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *WEIGHTS, "*.py"]))
+        return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *WEIGHT_FILES, "*.py"]))
 
 
 def configurations(source: Path) -> dict[str, Any]:
@@ -134,13 +133,14 @@ def configurations(source: Path) -> dict[str, Any]:
         ValueError: the folder holds code, or a configuration names some.
     """
     remedy = "which is never run; take a model whose classes are part of transformers, or remove it from a copy"
-    for path in sorted((*source.glob("*.py"), *source.glob("custom_generate/*.py"))):
-        raise ValueError(f"{shown(str(path))}: code of the model's own, {remedy}")
+    code = sorted((*source.glob("*.py"), *source.glob("custom_generate/*.py")))
+    if code:
+        raise ValueError(f"{printable(str(code[0]))}: code of the model's own, {remedy}")
     found = {}
     for path in sorted(source.glob("*config*.json")):
         found[path.name] = read_json(path)
         if names_code(found[path.name]):
-            raise ValueError(f"{shown(str(path))}: auto_map names code of the model's own, {remedy}")
+            raise ValueError(f"{printable(str(path))}: auto_map names code of the model's own, {remedy}")
     return found
 
 
@@ -172,42 +172,46 @@ def write_folder(source: Path, name: str, options: argparse.Namespace, budget: f
     from residual_mass.serve.answers import SETTINGS
 
     require_utf8(str(source), "model")
-    weights = [path for pattern in WEIGHTS for path in sorted(source.glob(pattern))]
+    weights: list[Path] = []
+    for pattern in WEIGHT_FILES:
+        weights += sorted(source.glob(pattern))
     if not (source / "config.json").is_file() or not weights:
         raise ValueError(
-            f"{shown(str(source))}: no model here (config.json and *.safetensors); name a folder in Hugging Face's "
+            f"{printable(str(source))}: no model here (config.json and *.safetensors); name a folder in Hugging Face's "
             "format, or save the model again with save_pretrained"
         )
     copies = configurations(source)
     load_config(str(source))
     folder = (options.out / name).resolve()
-    clear(folder, folder / SETTINGS)
+    clear_folder(folder, folder / SETTINGS)
     for file in (*weights, *(source / small for small in SMALL_FILES)):
         if file.name in copies:
             write_json(folder / file.name, copies[file.name])
         elif file.is_file():
             (folder / file.name).symlink_to(file.resolve())
-    write_text(folder / "custom_generate" / "generate.py", GENERATE)
-    write_json(folder / SETTINGS, settings_of(source, weights, options, budget))
+    write_text(folder / "custom_generate" / "generate.py", GENERATE_FILE)
+    write_json(folder / SETTINGS, settings_fields(source, weights, options, budget))
     return folder
 
 
-def clear(folder: Path, settings: Path) -> None:
+def clear_folder(folder: Path, settings: Path) -> None:
     """Removes what an earlier run wrote; raises ValueError if the folder holds something else."""
     if folder.is_dir() and any(folder.iterdir()) and not settings.is_file():
-        raise ValueError(f"{shown(str(folder))}: not a folder of this command; choose another place with --out")
+        raise ValueError(f"{printable(str(folder))}: not a folder of this command; choose another place with --out")
     shutil.rmtree(folder, ignore_errors=True)
     settings.parent.mkdir(parents=True)
 
 
-def settings_of(source: Path, weights: list[Path], options: argparse.Namespace, budget: float) -> dict[str, Any]:
-    """Returns the fields of `answers.Settings`."""
-    asked = {"method": options.method, "budget": budget, "weights": options.weights}
-    files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights]
-    return asked | {
-        "model": str(source),
-        "compile": options.compile,
-        "memory": options.memory,
-        "keep": None if options.keep is None else str(options.keep.resolve()),
-        "identity": sha256_text(repr((files, sorted(asked.items()))))[:16],
-    }
+def settings_fields(source: Path, weights: list[Path], options: argparse.Namespace, budget: float) -> dict[str, Any]:
+    """Returns the fields of `answers.ServeSettings`."""
+    decoding = {"method": options.method, "budget": budget, "weights": options.weights}
+    files = []
+    for path in weights:
+        status = path.stat()
+        files.append((path.name, status.st_size, status.st_mtime_ns))
+    identity = sha256_text(repr((files, sorted(decoding.items()))))
+    keep = None if options.keep is None else str(options.keep.resolve())
+    fields: dict[str, Any] = {"model": str(source), **decoding}
+    fields |= {"compile": options.compile, "memory": options.memory}
+    fields |= {"keep": keep, "identity": identity[:16]}
+    return fields

@@ -87,7 +87,8 @@ class Kept:
         """Returns the cache of a beginning that is longer than `held`, from the folder; None if there is none."""
         if self.folder is None:
             return None
-        lengths = {int(path.name.partition("-")[0]) for path in self.folder.glob("[0-9]*-*.safetensors")}
+        names = [path.name for path in self.folder.glob("[0-9]*-*.safetensors")]
+        lengths = {int(name.partition("-")[0]) for name in names}
         for length in sorted(lengths, reverse=True):
             path = self._path(ids[:length])
             if not held < length < len(ids) or not path.is_file():

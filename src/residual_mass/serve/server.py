@@ -21,10 +21,10 @@ from transformers.cli.serving.utils import BaseHandler, GenerateManager
 from residual_mass.methods.served import packing_of
 from residual_mass.serve.answers import Answers, answers_of, new_tokens
 
-BY, IGNORED = "x-residual-mass", "x-ignored"
-"""Headers of an answer: what generated it, and fields of the request that transformers' server does not know how to
-serve.
-"""
+BY_HEADER = "x-residual-mass"
+"""Header of an answer that says what generated it."""
+IGNORED_HEADER = "x-ignored"
+"""Header of an answer with the fields of the request that transformers' server does not know how to serve."""
 MMAP_THRESHOLD = -3
 """Option of glibc's `mallopt`: blocks from this size on go back to the system when they are freed. glibc raises its
 default of 128 KiB by itself unless it is set; then caches that come and go leave gaps that nothing fits in.
@@ -41,7 +41,8 @@ def start(folder: Path, host: str, port: int) -> None:
     function that builds the application, by one that adds what an answer says about itself.
     """
     os.chdir(folder.parent)
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
         libc.mallopt(MMAP_THRESHOLD, 128 * 1024)
     model_manager.ModelManager = OneModel
     server.build_server = built
@@ -88,7 +89,7 @@ def announce(model: PreTrainedModel, inputs: Any, config: GenerationConfig) -> N
     answers = answers_of(model)
     new_tokens(model, inputs["input_ids"], config)
     reason = answers.refusal(inputs["input_ids"], config)
-    _header.get()[BY] = served_by(answers) if reason is None else f"full attention: {reason}"
+    _header.get()[BY_HEADER] = served_by(answers) if reason is None else f"full attention: {reason}"
 
 
 def served_by(answers: Answers) -> str:
@@ -119,7 +120,7 @@ def naming_ignored(handler: BaseHandler) -> Callable[[dict[str, Any]], None]:
     def validated(body: dict[str, Any]) -> None:
         ignored = sorted(name for name in body.keys() & handler._unused_fields if body[name])
         if ignored:
-            _header.get()[IGNORED] = ", ".join(ignored)
+            _header.get()[IGNORED_HEADER] = ", ".join(ignored)
         validate(body)
 
     return validated

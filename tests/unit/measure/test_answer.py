@@ -20,8 +20,8 @@ from residual_mass.files import read_json
 from residual_mass.kernels import library
 from residual_mass.kernels.layout import BLOCK
 from residual_mass.measure import times
-from residual_mass.measure.answer import answer, recipe
-from residual_mass.measure.choice import arms_of, fewest_bytes, recommended
+from residual_mass.measure.answer import answer_of, recipe
+from residual_mass.measure.choice import arm_means, fewest_bytes, recommended
 from residual_mass.measure.distances import Measured, measure
 from residual_mass.measure.documents import Text
 from residual_mass.measure.latency import faster_from
@@ -76,7 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 
 @needs(KERNELS)
 def test_what_is_recommended_is_served_here_and_fastest(found: Measured) -> None:
-    arms = arms_of(found.table)
+    arms = arm_means(found.table)
     assert dict(zip(arms["method"], arms["backend"], strict=True)) == found.served.backends
     best = recommended(found.table, 100.0, found.times.faster)
     fast = arms[arms["backend"] == "packed"]
@@ -84,7 +84,7 @@ def test_what_is_recommended_is_served_here_and_fastest(found: Measured) -> None
     assert found.table["recommended"].sum() == 1
     assert best.seconds <= fast["seconds"].min() / found.times.faster and found.times.scatter >= 0
     assert fewest_bytes(found.table, 100.0).method == "scan3_regression_32"
-    said = dict(answer(found).facts)
+    said = dict(answer_of(found).facts)
     assert "by torch only, no faster here" in said["fewest bytes"] and "they" in said["drafts"]
     assert said["drafts"].startswith("verify=4 with scan4_regression_64 at 8 % writes full attention's own text")
     assert found.times.whole is not None and list(found.times.longer.columns) == [512, 4096, 16384]
@@ -97,7 +97,7 @@ def test_the_page_the_text_and_the_table_agree(found: Measured) -> None:
     paths, text = written(found)
     page = page_of(paths["measured.html"])
     table = pd.read_csv(paths["measured.csv"])
-    said = answer(found)
+    said = answer_of(found)
     assert all(source.startswith("data:image/png;base64,") for source in page.sources) and page.sources
     words = " ".join(page.words)
     for part in (
@@ -173,9 +173,11 @@ def test_what_weights_cost_is_told_apart_from_what_a_method_costs(
     assert cost.ci_low < cost.kl < cost.ci_high and packed.times.loaded.seconds > 0
     paths, text = written(packed)
     assert pd.read_csv(paths["weights.csv"])["kl"].tolist() == [pytest.approx(cost.kl, rel=1e-5)]
-    facts = dict(answer(packed).facts)
+    facts = dict(answer_of(packed).facts)
     assert facts["weights cost"].startswith(f"4 bits cost files {cost.kl:.2g} [") and "as loaded" in facts["a token"]
-    assert "pack_weights(model, bits=4)" in text and "linear layers in 4 bits" in dict(answer(packed).basis)["weights"]
+    assert (
+        "pack_weights(model, bits=4)" in text and "linear layers in 4 bits" in dict(answer_of(packed).basis)["weights"]
+    )
     rows = (asked.out / "store.jsonl").read_text()
     measure(replace(asked, weights=4))
     assert (asked.out / "store.jsonl").read_text() == rows, "nothing is computed twice"
@@ -243,7 +245,7 @@ def test_a_step_slower_than_full_attention_is_not_recommended_without_saying_so_
         found = measured([("a", "scan4", 0.3, 0.009, seconds, "packed"), ("a", "topk", 0.3, 0.1, 0.2, "torch")])
         longer = found.times.longer
         longer.loc["scan4 at 2 %"] = [seconds, seconds]
-        said = answer(found)
+        said = answer_of(found)
         assert said.lead.startswith(start) and "this text" in said.lead
         first = 1024 if seconds == 0.05 else 4096
         assert f"faster than full attention from {first:,} tokens on" in dict(said.facts)["pays"]
@@ -271,14 +273,14 @@ def test_where_none_meets_the_target_nothing_is_recommended(
     cells = zip(METHODS, ends, backends, strict=False)
     found = measured([("a", method, 0.2, end, 0.05, backend) for method, end, backend in cells], documents=documents)
     assert recommended(found.table, 0.01) is None
-    assert re.match(line, answer(found).lead), answer(found).lead
+    assert re.match(line, answer_of(found).lead), answer_of(found).lead
 
 
 def test_what_lies_within_the_scatter_of_times_is_not_faster() -> None:
     found = measured([("a", "scan4", 0.3, 0.009, 0.09, "packed")])
     found.times.longer.loc["scan4 at 2 %"] = [0.09, 0.05]
     for scatter, start in ((0.0, "Take scan4 at 2 %"), (0.2, "Nothing is faster here than full attention")):
-        said = answer(replace(found, times=replace(found.times, scatter=scatter)))
+        said = answer_of(replace(found, times=replace(found.times, scatter=scatter)))
         assert ("no more time than such times scatter (20 %)" in said.lead) == (scatter > 0.1)
         assert (
             said.lead.startswith(start) and f"turns that differ by {100 * scatter:.0f} %" in dict(said.facts)["a token"]
@@ -291,7 +293,7 @@ def test_drafts_pay_where_they_beat_full_attention_and_the_cache_that_is_read_wh
     found.times.longer.loc["scan4 at 2 %"] = [0.05, 0.05]
     for seconds, words in ((0.07, "they pay"), (0.09, "they do not pay, cache8 takes 80 ms")):
         drafts = Drafts("scan4 at 2 %", seconds, 4.0, 3.5)
-        said = dict(answer(replace(found, times=replace(found.times, drafts=drafts))).facts)["drafts"]
+        said = dict(answer_of(replace(found, times=replace(found.times, drafts=drafts))).facts)["drafts"]
         assert said.endswith(f"{1000 * seconds:.3g} ms a token, 3.5 of 4.0 drafts accepted: {words}")
 
 

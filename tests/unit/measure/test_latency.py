@@ -11,7 +11,7 @@ from tests.needs import COMPILER, KERNELS, needs
 from tests.unit.measure.test_measuring import parsed
 
 from residual_mass import cli
-from residual_mass.measure.latency import printed
+from residual_mass.measure.latency import latency_text
 from residual_mass.model.packed_weights import has_bfloat16
 
 
@@ -74,7 +74,7 @@ def test_a_method_is_faster_from_where_it_stays_so() -> None:
     fastest = {"transformers": (1, 4, 9), "cache8": (2, 2, 2), "scan4, 2 %": (3, 3, 3), "topk, 2 %": (0.5, 5, 5)}
     frame = pd.DataFrame(fastest, index=pd.Index([1024, 4096, 16384], name="tokens")).unstack().rename("fastest")
     frame = frame.rename_axis(index=["side", "tokens"]).reset_index().assign(seconds=9.0, kept_mib=1.0)
-    lines = printed(parsed("--latency"), frame).splitlines()
+    lines = latency_text(parsed("--latency"), frame).splitlines()
     assert [line for line in lines if "faster" in line] == [
         "scan4, 2 % is faster than transformers from 4,096 tokens on.",
         "scan4, 2 % is faster than cache8 at none of these lengths.",

@@ -33,7 +33,7 @@ from residual_mass.decode.session import partial_kv
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json
 from residual_mass.measure import command
-from residual_mass.measure.answer import answer
+from residual_mass.measure.answer import answer_of
 from residual_mass.measure.arguments import Arguments, add_arguments
 from residual_mass.measure.choice import fewest_bytes
 from residual_mass.measure.distances import Measured, measure
@@ -66,8 +66,8 @@ def parsed(*arguments: str) -> Arguments:
 
 def written(found: Measured) -> tuple[dict[str, Path], str]:
     """The files of an answer by name, and its text."""
-    said = answer(found)
-    text = command.printed(found, said)
+    said = answer_of(found)
+    text = command.terminal_text(found, said)
     return {path.name: path for path in command.write(found, said, text)}, text
 
 
@@ -150,7 +150,7 @@ def test_an_answer_is_written_and_not_overwritten_by_another(asked: Arguments) -
     """No fast step serves heads of 16 channels: the answer begins with that, and shows what reads the fewest bytes."""
     found = measure(replace(asked, target_kl=100.0))
     paths, text = written(found)
-    said = answer(found)
+    said = answer_of(found)
     assert not found.table["recommended"].any()
     assert said.lead.startswith("Nothing is faster here than full attention: torch alone serves these methods (the ker")
     fewest = fewest_bytes(found.table, 100.0)

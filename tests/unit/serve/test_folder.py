@@ -14,7 +14,7 @@ from tests.unit.serve.conftest import flags
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from residual_mass import cli
-from residual_mass.serve.command import GENERATE, source_of, write_folder
+from residual_mass.serve.command import GENERATE_FILE, source_of, write_folder
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,8 +25,8 @@ def test_the_folder_refers_to_the_model(printable: Path, tmp_path: Path) -> None
     folder = write_folder(source_of(str(printable)), "tiny", options, 0.04)
     assert folder == tmp_path / "served" / "tiny"
     assert (folder / "model.safetensors").resolve() == printable / "model.safetensors"
-    assert (folder / "custom_generate" / "generate.py").read_text() == GENERATE
-    assert GENERATE in (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+    assert (folder / "custom_generate" / "generate.py").read_text() == GENERATE_FILE
+    assert GENERATE_FILE in (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
     stored = json.loads((folder / "custom_generate" / "settings.json").read_text())
     identity = stored.pop("identity")
     assert stored == {
