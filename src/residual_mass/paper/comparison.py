@@ -36,14 +36,16 @@ VERDICT_COLUMNS = (
     "table backbone benchmark task corpus length method budget_percent maps implementation batch quantity published "
     "published_bold ours ci_low ci_high n published_n verdict reason deviations study model_id weights source"
 ).split()
-COMPARED_TABLES = [
-    *(table.label for table in TABLES if table.label in published.labels() and table.label != "phi_param_count"),
-    *(label for label in published.labels() if label.startswith(RUNTIME_PREFIX)),
-]
+PUBLISHED_TABLES = [table.label for table in TABLES if table.label in published.labels()]
+PUBLISHED_RUNTIMES = [label for label in published.labels() if label.startswith(RUNTIME_PREFIX)]
+COMPARED_TABLES = [label for label in PUBLISHED_TABLES if label != "phi_param_count"] + PUBLISHED_RUNTIMES
 """Labels of the compared tables."""
-AGREES, DIFFERS, NOT_COMPARABLE, NOT_RUN = "agrees", "differs", "not comparable", "not run"
+AGREES = "agrees"
+DIFFERS = "differs"
+NOT_COMPARABLE = "not comparable"
+NOT_RUN = "not run"
 """First words of verdicts."""
-PAPERS_VARIANTS = {variant for label in ("dphi_ablation", "loss_ablation") for variant in published.variants_of(label)}
+PAPERS_VARIANTS = published.variants_of("dphi_ablation") | published.variants_of("loss_ablation")
 """Variants of feature maps in the paper's ablations; their settings are part of the paper's protocol."""
 MAPS_POINTS = {5, 6, 7, 10, 11, 12, 16}
 """Open points of docs/deviations.md on training and using feature maps."""
@@ -62,15 +64,15 @@ DEVIATIONS = {
     "training_cost_64k": {12, 16},
 }
 """Numbers of the open points of docs/deviations.md that affect a table."""
+PROMPT_SETTINGS = ("chat_template", "answer_margin", "budget_length")
 COMPARED_SETTINGS = (
     "backbones.1b.dtype backbones.3b.dtype anchors.sink anchors.tail phi.corpora phi.steps phi.learning_rate "
     "phi.weight_decay phi.schedule phi.warmup_steps phi.sequences_per_step phi.queries_per_step phi.query_window "
     "phi.map.kind phi.map.d_emb phi.map.d_phi phi.map.init phi.objective.name phi.objective.tau "
     "phi.objective.lambda_kl phi.objective.lambda_top phi.objective.lambda_fp phi.objective.lambda_z "
     "phi.objective.band phi.objective.huber_delta phi.replay.pool phi.replay.reuse phi.curriculum truncate_to"
-).split() + [
-    f"benchmarks.{name}.{key}" for name in EXAMPLES for key in ("chat_template", "answer_margin", "budget_length")
-]
+).split()
+COMPARED_SETTINGS += [f"benchmarks.{name}.{key}" for name in EXAMPLES for key in PROMPT_SETTINGS]
 """Keys of a study that values depend on."""
 MAP_SHAPE = ("phi.map.kind", "phi.map.d_emb", "phi.map.d_phi")
 """Settings of feature maps that affect latencies, which are measured with random weights."""
@@ -105,8 +107,11 @@ def settings_of(study: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    whole = isinstance(value, float) and value.is_integer()
-    return value if isinstance(value, str) else json.dumps(int(value) if whole else value, sort_keys=True)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value, sort_keys=True)
 
 
 def published_cells() -> pd.DataFrame:
@@ -138,27 +143,24 @@ def with_verdicts(theirs: pd.DataFrame, ours: pd.DataFrame, spec: ComparisonSpec
     """Returns the published cells with the study's in the same place, if of the same model, and a verdict on each: the
     fields of the result as text.
     """
-    rows = _joined(theirs, ours)
+    rows = _side_by_side(theirs, ours)
     records = rows.to_dict("records")
     verdicts = [verdict(row, spec) for row in records]
     intervals = [interval(row) if pd.notna(row["ci_low"]) else ("", "") for row in records]
+    words, reasons = zip(*verdicts, strict=True)
+    lows, highs = zip(*intervals, strict=True)
     hours = rows["value"].map(format_score, na_action="ignore")  # a training time has another unit in print
     measured_hours = (rows["quantity"] == "wall_clock_h") & (rows["text"] != "")
-    examples = rows["benchmark"].map(EXAMPLES).map("{:.0f}".format, na_action="ignore").fillna("")
-    fields = field_texts(rows, "g").assign(
-        verdict=[words for words, _ in verdicts],
-        reason=[reason for _, reason in verdicts],
-        ours=rows["text"].mask(measured_hours, hours),
-        ci_low=[low for low, _ in intervals],
-        ci_high=[high for _, high in intervals],
-        study=spec.study,
-        published_n=examples,
-        deviations=rows["table"].map(_deviations_of),
-    )
+    published_n = rows["benchmark"].map(EXAMPLES).map("{:.0f}".format, na_action="ignore")
+    fields = field_texts(rows, "g")
+    fields = fields.assign(verdict=words, reason=reasons, ci_low=lows, ci_high=highs, study=spec.study)
+    fields["ours"] = rows["text"].mask(measured_hours, hours)
+    fields["published_n"] = published_n.fillna("")
+    fields["deviations"] = rows["table"].map(_deviations_of)
     return fields[VERDICT_COLUMNS]
 
 
-def _joined(theirs: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
+def _side_by_side(theirs: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
     """Returns the published cells with the study's of the same model in the same place, names of its other models there
     as `others`, and of the backbones of its table.
     """
@@ -166,8 +168,8 @@ def _joined(theirs: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
     others = ours[~same]
     others = others.assign(others=others["backbone"] + " (" + others["model_id"] + ")")
     others = others.groupby(CELL_PLACE, sort=False, dropna=False)["others"].agg(", ".join).reset_index()
-    bold = theirs["bold"].map({True: "1", False: "0"})
-    rows = theirs[[*CELL_PLACE, "backbone"]].assign(published=theirs["text"], published_bold=bold)
+    rows = theirs[[*CELL_PLACE, "backbone"]].assign(published=theirs["text"])
+    rows["published_bold"] = theirs["bold"].map({True: "1", False: "0"})
     rows = rows.merge(ours[same], how="left", on=[*CELL_PLACE, "backbone"])
     rows = rows.merge(others, how="left", on=CELL_PLACE)
     backbones = ours.groupby("table")["backbone"].agg(lambda names: ", ".join(names.unique()))

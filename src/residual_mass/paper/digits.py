@@ -5,7 +5,7 @@ digits, and LaTeX and the page only mark it up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -61,18 +61,36 @@ def format_steps(number: float) -> str:
     return f"{thousands:.0f}k" if number and rest == 0 else f"{number:,.0f}"
 
 
-_FORMS: dict[str, Callable[[float], str]] = {
-    "step_share state_share bytes_per_verified_token": "{:.1%}".format,
-    "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps draft_tokens": "{:,.0f}".format,
-    "phi_q_total phi_k_total total": lambda count: f"{count / 1e6:.1f}M",
-    "training_seconds": format_seconds,
-    "steps sequences teacher_passes": format_steps,
-    "wall_clock_h": format_hours,
-    "per_step_ms end_to_end_ms floor_ms over_floor": format_time,
-    "step_bytes": lambda count: f"{count / 1e9:.3f}",
-}
-FORMS = {name: functools.partial(format_value, metric=metric) for name, metric in METRICS.items()}
-FORMS |= {name: form for names, form in _FORMS.items() for name in names.split()}
+def format_millions(count: float) -> str:
+    return f"{count / 1e6:.1f}M"
+
+
+def format_gigabytes(count: float) -> str:
+    return f"{count / 1e9:.3f}"
+
+
+Form = Callable[[float], str]
+
+
+def _forms() -> Iterator[tuple[str, Form]]:
+    for name, metric in METRICS.items():
+        yield name, functools.partial(format_value, metric=metric)
+    by_form: dict[Form, str] = {
+        "{:.1%}".format: "step_share state_share bytes_per_verified_token",
+        "{:,.0f}".format: "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps draft_tokens",
+        format_millions: "phi_q_total phi_k_total total",
+        format_seconds: "training_seconds",
+        format_steps: "steps sequences teacher_passes",
+        format_hours: "wall_clock_h",
+        format_time: "per_step_ms end_to_end_ms floor_ms over_floor",
+        format_gigabytes: "step_bytes",
+    }
+    for form, names in by_form.items():
+        for name in names.split():
+            yield name, form
+
+
+FORMS = dict(_forms())
 """Formats of the quantities that are not printed as scores."""
 
 

@@ -15,7 +15,7 @@ from residual_mass.paper import published
 from residual_mass.paper.digits import DASH, decimals, interval
 from residual_mass.paper.figures import caption_of
 from residual_mass.paper.frames import cells_csv, field_texts, read_frame
-from residual_mass.paper.latex import Latex, escape, grids, render
+from residual_mass.paper.latex import Cell, Latex, escape, grids, render
 from residual_mass.paper.published import MODELS
 from residual_mass.paper.results import load_results
 from residual_mass.paper.tables import find
@@ -59,45 +59,57 @@ def run_published(label: str, template: Path, out: Path) -> None:
 
 def latex(cells: pd.DataFrame, template: Path) -> str:
     """Renders a table by its template. Raises ValueError as `render` does."""
-    shown = context(cells)
-    return render(template, **shown, warnings=warnings(shown["models"]))
+    variables = table_context(cells)
+    return render(template, **variables, warnings=warnings(variables["models"]))
 
 
-def context(cells: pd.DataFrame) -> dict[str, Any]:
+def table_context(cells: pd.DataFrame) -> dict[str, Any]:
     """Returns the variables of a table's template: the cells in grids, and what captions say of all cells."""
-    label = cells["table"].iloc[0]
     values = cells[cells["value"].notna()]
+    return _layout_facts(cells) | _origin_facts(values) | _count_facts(values)
+
+
+def _layout_facts(cells: pd.DataFrame) -> dict[str, Any]:
+    """Returns the cells as they are printed, and what the titles and fields of all of them contain."""
+    label = cells["table"].iloc[0]
+    titles = cells["row"] + cells["column"]
+    is_addition = titles.str.contains("{*}", regex=False)
+    is_dash = cells["text"] == DASH
+    facts = {"table": label, "label": Latex(f"tab:{label}"), "heads": find(label).heads}
+    facts |= {"grids": grids(cells), "grouped": cells["group"].any()}
+    facts |= {"additions": is_addition.any(), "dashes": is_dash.any()}
+    return facts
+
+
+def _origin_facts(values: pd.DataFrame) -> dict[str, Any]:
+    """Returns what the values were measured on, and by which study, of cells that have a value."""
     studies = _distinct(values["study"])
     backbones = _distinct(values["model_id"]) or _distinct(values["backbone"])
+    names = [MODELS.get(name, name).split("/")[-1] for name in backbones]
     budgets = values["budget_percent"].dropna().unique() if "budget_percent" in values else ()
-    above = (values["mark"] == "above").sum()
-    below = (values["mark"] == "below").sum()
-    titles = cells["row"] + cells["column"]
-    return {
-        "table": label,
-        "label": Latex(f"tab:{label}"),
-        "heads": find(label).heads,
-        "grids": grids(cells),
-        "grouped": cells["group"].any(),
-        "study": studies[0],
-        "published": PUBLISHED in studies,
-        "sources": _distinct(values["source"]),
-        "models": dict(zip(values["model_id"], values["weights"], strict=True)),
-        "budget": ", ".join(map(budget_title, budgets)),
-        "lengths": ", ".join(_distinct(values["length"])) if "length" in values else "",
-        "backbone": ", ".join(MODELS.get(name, name).split("/")[-1] for name in backbones),
-        "kinds": {kind for data in _distinct(values["data"]) for kind in data.split("+")},
-        "sizes": _sample_sizes(values),
-        "tested": values["gain_p_holm"].notna().sum(),
-        "values": len(values),
-        "above": above,
-        "below": below,
-        "floor": values["flags"].str.contains("floor").sum(),
-        "alarms": values["flags"].str.contains("beats_full").sum(),
-        "additions": titles.str.contains("{*}", regex=False).any(),
-        "devices": _distinct(values["device"]) if "device" in values else [],
-        "dashes": (cells["text"] == DASH).any(),
-    }
+    lengths = _distinct(values["length"]) if "length" in values else []
+    devices = _distinct(values["device"]) if "device" in values else []
+    models = dict(zip(values["model_id"], values["weights"], strict=True))
+    kinds: set[str] = set()
+    for data in _distinct(values["data"]):
+        kinds.update(data.split("+"))
+    facts = {"study": studies[0], "published": PUBLISHED in studies, "sources": _distinct(values["source"])}
+    facts |= {"models": models, "backbone": ", ".join(names), "devices": devices, "kinds": kinds}
+    facts |= {"budget": ", ".join(map(budget_title, budgets)), "lengths": ", ".join(lengths)}
+    return facts
+
+
+def _count_facts(values: pd.DataFrame) -> dict[str, Any]:
+    """Returns sample sizes, and how many of the cells with a value were tested, marked or flagged."""
+    is_tested = values["gain_p_holm"].notna()
+    is_above = values["mark"] == "above"
+    is_below = values["mark"] == "below"
+    at_floor = values["flags"].str.contains("floor")
+    beats_full = values["flags"].str.contains("beats_full")
+    facts = {"values": len(values), "sizes": _sample_sizes(values), "tested": is_tested.sum()}
+    facts |= {"above": is_above.sum(), "below": is_below.sum()}
+    facts |= {"floor": at_floor.sum(), "alarms": beats_full.sum()}
+    return facts
 
 
 def _distinct(texts: pd.Series) -> list[str]:
@@ -107,8 +119,9 @@ def _distinct(texts: pd.Series) -> list[str]:
 
 def _sample_sizes(values: pd.DataFrame) -> list[tuple[str, tuple[int, int]]]:
     """Returns the least and the greatest sample size by its unit."""
-    sizes = values[values["n"].notna()].groupby("counted", sort=False)["n"]
-    return [(counted, (n.min(), n.max())) for counted, n in sizes]
+    counted = values[values["n"].notna()]
+    by_unit = counted.groupby("counted", sort=False)["n"]
+    return [(unit, (sizes.min(), sizes.max())) for unit, sizes in by_unit]
 
 
 def warnings(models: dict[str, str]) -> list[str]:
@@ -133,21 +146,25 @@ def run_numbers(spec: NumbersSpec, tables: Sequence[Path], template: Path, out: 
         ValueError: a file differs from its record; names it.
     """
     record = Record("numbers", spec, tables, sources=[template])
-    keyed = [pair for path in tables for pair in keyed_cells(read_frame(path))]
+    keyed: list[tuple[str, Cell]] = []
+    for path in tables:
+        keyed += keyed_cells(read_frame(path))
     entries = []
     for key, cell in keyed:
         entries += [(kind, Latex(key), text) for kind, text in _macros(cell)]
-    tested = (key for key, cell in keyed if pd.notna(cell["gain_p_holm"]))
-    example = Latex(next(tested, keyed[0][0]))
+    tested = [key for key, cell in keyed if pd.notna(cell["gain_p_holm"])]
+    every = [key for key, _ in keyed]
+    example = Latex([*tested, *every][0])
     write_text(out, render(template, study=spec.study, example=example, entries=entries))
     record.write(out)
 
 
-def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, Any]]]:
+def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, Cell]]:
     """Returns every cell with a value, and its key: the non-empty fields before `text`, joined by slashes. TeX can look
     keys up, because names only have letters, digits and . _ + -. Quantities of a measurement are next to each other.
     """
-    names = list(cells.columns[: cells.columns.get_loc("text")])
+    number_of_names = cells.columns.get_loc("text")
+    names = list(cells.columns[:number_of_names])
     place = [name for name in names if name != "quantity"]
     measurement = cells.groupby(place, sort=False, dropna=False).ngroup()
     cells = cells.iloc[measurement.argsort(kind="stable")]
@@ -157,7 +174,7 @@ def keyed_cells(cells: pd.DataFrame) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(keys, cells.to_dict("records"), strict=True))
 
 
-def _macros(cell: dict[str, Any]) -> Iterator[tuple[str, Latex]]:
+def _macros(cell: Cell) -> Iterator[tuple[str, Latex]]:
     """Yields the facts about a cell: the name of a macro, and the text that it prints."""
     text = cell["text"]
     signed = re.fullmatch(r"[+-][0-9.]+", text)  # a hyphen is no minus
@@ -168,13 +185,14 @@ def _macros(cell: dict[str, Any]) -> Iterator[tuple[str, Latex]]:
         yield "count", Latex(cell["n"])
     p = cell["gain_p_holm"]
     if pd.notna(p):
-        yield "gain", Latex(f"${cell['gain']:+z.{decimals(text)}f}$")
+        gain = format(cell["gain"], f"+z.{decimals(text)}f")
+        yield "gain", Latex(f"${gain}$")
         if pd.notna(cell["gain_ci_low"]):
             yield "gaininterval", _interval(cell, "gain_ci")
         yield "gainp", Latex(rf"$p < {SMALLEST_P}$" if p < SMALLEST_P else f"$p = {p:.3f}$")
 
 
-def _interval(cell: dict[str, Any], name: str) -> Latex:
+def _interval(cell: Cell, name: str) -> Latex:
     lower, upper = interval(cell, f"{name}_low", f"{name}_high")
     return Latex(f"$[{lower}, {upper}]$")
 
@@ -199,18 +217,19 @@ def run_document(
         """Returns the path relative to the document, where LaTeX runs. Its checked names need no escapes."""
         return Latex(os.path.relpath(path, out.parent))
 
-    def shown(path: Path, kind: str, caption: str = "") -> dict[str, str]:
+    def entry(path: Path, kind: str, caption: str = "") -> dict[str, str]:
         """Returns name, path, label and caption of a table or figure; tables contain their captions."""
         label = Latex(f"{kind}:{path.stem}")
         return {"name": path.stem, "path": place(path), "label": label, "caption": caption}
 
+    of_figures = [entry(path, "fig", caption_of(path.stem, spec.figure_titles)) for path in figures]
     models = {backbone.model_id: backbone.weights for backbone in spec.backbones}
     text = render(
         template,
         study=spec.study,
         backbones=spec.backbones,
-        tables=[shown(path, "tab") for path in tables],
-        figures=[shown(path, "fig", caption_of(path.stem, spec.figure_titles)) for path in figures],
+        tables=[entry(path, "tab") for path in tables],
+        figures=of_figures,
         numbers=place(numbers) if numbers else None,
         warnings=warnings(models),
     )

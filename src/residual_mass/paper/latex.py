@@ -24,11 +24,18 @@ from residual_mass.files import atomic_write
 Cell = dict[str, Any]
 Field = list[Cell]
 """The cells that share a field of a printed table."""
-ESCAPES = str.maketrans(
-    {character: "\\" + character for character in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "{''}"}
-    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
-)
+WITH_BACKSLASH = {character: "\\" + character for character in "&%$#_{}"}
+WITH_A_NAME = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    '"': "{''}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+}
+ESCAPES = str.maketrans(WITH_BACKSLASH | WITH_A_NAME)
+"""LaTeX that prints a character that has a meaning there."""
 LATEX_MARKS = {"": "", "above": r"\rlap{$^\dagger$}", "below": r"\rlap{$^\ddagger$}"}
 """Marks without a width, so that digits stay aligned."""
 
@@ -51,7 +58,8 @@ def escape(value: object) -> Latex:
 
 def one_line(text: object) -> str:
     """Replaces control characters and runs of white space by single spaces."""
-    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", str(text)).split())
+    without_control = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", " ", str(text))
+    return " ".join(without_control.split())
 
 
 def stacked(title: str, align: str) -> Latex:
@@ -83,7 +91,8 @@ def grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     nested = []
     for title, of_grid in itertools.groupby(cells.to_dict("records"), key=itemgetter("grid")):
         grid = list(of_grid)
-        columns = [column for column in dict.fromkeys(cell["column"] for cell in grid) if column]
+        titles = dict.fromkeys(cell["column"] for cell in grid)
+        columns = [title for title in titles if title]
         groups = list(dict.fromkeys(cell["group"] for cell in grid))
         by_block = itertools.groupby(grid, key=itemgetter("block"))
         blocks = [{"title": name, "rows": _rows_of_fields(rows)} for name, rows in by_block]
@@ -125,7 +134,10 @@ def block(template: Path, name: str, context: dict[str, Any]) -> str:
     """
 
     def write(loaded: jinja2.Template) -> str:
-        return "".join(loaded.blocks[name](loaded.new_context(context))) if name in loaded.blocks else ""
+        if name not in loaded.blocks:
+            return ""
+        pieces = loaded.blocks[name](loaded.new_context(context))
+        return "".join(pieces)
 
     return one_line(fill(_latex(template, str), template, write))
 
@@ -164,7 +176,7 @@ PROGRAMS = {
 """Programs in order of preference: the number of runs until all page numbers are known, and the arguments before the
 output folder.
 """
-ENVIRONMENT = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1", "max_print_line": "1000"}
+TEX_ENVIRONMENT = {"SOURCE_DATE_EPOCH": "0", "FORCE_SOURCE_DATE": "1", "max_print_line": "1000"}
 """Makes the PDF reproducible, and keeps TeX from breaking messages into lines of 79 characters."""
 
 
@@ -174,22 +186,31 @@ def run_pdf(document: Path, out: Path) -> None:
     Raises:
         ValueError: no LaTeX is installed, or it fails; says how.
     """
-    if lacking := pdf_problems():
+    lacking = pdf_problems()
+    if lacking:
         raise ValueError(*lacking)
     program = _program()
     passes, arguments = PROGRAMS[program]
     with tempfile.TemporaryDirectory() as folder:
+        command = [program, *arguments.split(), folder, document.name]
         for _ in range(passes):
             done = subprocess.run(
-                [program, *arguments.split(), folder, document.name],
-                cwd=document.parent, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, text=True, errors="replace", check=False,
-            )  # fmt: skip
+                command,
+                cwd=document.parent,
+                env=os.environ | TEX_ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                check=False,
+            )
             if done.returncode:
                 print(done.stdout, file=sys.stderr)
                 # TeX marks its errors with an exclamation mark; tectonic says so in words.
                 errors = [line for line in done.stdout.splitlines() if line.startswith(("!", "error:"))]
-                raise ValueError(f"{document}: {program} fails: {(errors or ['it does not say why'])[0]}")
+                reason = errors[0] if errors else "it does not say why"
+                raise ValueError(f"{document}: {program} fails: {reason}")
         with atomic_write(out) as temporary:
             shutil.copyfile(Path(folder, document.with_suffix(".pdf").name), temporary)
 

@@ -14,7 +14,7 @@ from residual_mass.files import write_text
 from residual_mass.metrics import KL, budget_text
 from residual_mass.paper.comparison import NOT_RUN
 from residual_mass.paper.digits import interval
-from residual_mass.paper.document import FRAME, context, warnings
+from residual_mass.paper.document import FRAME, table_context, warnings
 from residual_mass.paper.figures import caption_of
 from residual_mass.paper.frames import number_text, read_frame, value_digits
 from residual_mass.paper.headline import headline
@@ -24,7 +24,7 @@ from residual_mass.paper.titles import method_title, text_title
 from residual_mass.provenance import Record
 from residual_mass.spec.specs import ReportSpec
 
-LETTERS = {
+LATEX_LETTERS = {
     r"\phi": "φ", r"\ell": "ℓ", r"\Delta": "Δ", r"\dagger": "†", r"\ddagger": "‡", r"\circ": "°", r"\log": "log ",
     r"\hat Z": "Ẑ", r"\mathrm": "", r"\mathcal": "", r"\times": "×", "{+}": "+", "{=}": "=", "-": " − ", "<": " &lt; ",
 }  # fmt: skip
@@ -58,15 +58,15 @@ def run(
     pages.filters |= {"html": html, "field": field_html, "hover": hover, "brackets": in_brackets}
     pages.filters |= {"method": method_title, "corpus": text_title}
     models = {backbone.model_id: backbone.weights for backbone in spec.backbones}
-    shown = {
+    variables = {
         "spec": spec,
         "warnings": warnings(models),
         "pictures": [_picture(path, spec) for path in figures],
         "sections": _sections(cells, template),
         "verdicts": _verdict_counts(comparison) if comparison else {},
     }
-    shown |= opening(spec, cells)
-    write_text(out, fill(pages, template, lambda page: page.render(shown)))
+    variables |= opening(spec, cells)
+    write_text(out, fill(pages, template, lambda page: page.render(variables)))
     record.write(out)
 
 
@@ -87,12 +87,12 @@ def _sections(cells: dict[str, pd.DataFrame], template: Path) -> dict[str, list[
 
 
 def _with_caption(cells: pd.DataFrame, template: Path) -> dict[str, Any]:
-    shown = context(cells) | {"warnings": []}  # the top of the page has them
-    label = shown["table"]
+    variables = table_context(cells) | {"warnings": []}  # the top of the page has them
+    label = variables["table"]
     name = "runtime" if label.startswith("runtime_") else label
-    caption = block(template.with_name(f"{name}.tex.j2"), "caption", shown)
-    notes = block(template.with_name(FRAME), "notes", shown)
-    return shown | {"caption": html(f"{caption} {notes}"), "label": label}
+    caption = block(template.with_name(f"{name}.tex.j2"), "caption", variables)
+    notes = block(template.with_name(FRAME), "notes", variables)
+    return variables | {"caption": html(f"{caption} {notes}"), "label": label}
 
 
 def _verdict_counts(comparison: Path) -> dict[str, dict[str, int]]:
@@ -151,7 +151,7 @@ def html(text: str) -> Markup:
 def _mathematics(text: str) -> Markup:
     if re.fullmatch(r"-?[0-9.]+", text):
         return Markup(text.replace("-", "−"))
-    for latex, letter in LETTERS.items():
+    for latex, letter in LATEX_LETTERS.items():
         text = text.replace(latex + " ", letter).replace(latex, letter)
     for sign, tag in SCRIPTS:
         text = re.sub(rf"\{sign}({BRACES}|.)", rf"<{tag}>\1</{tag}>", text)

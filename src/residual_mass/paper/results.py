@@ -43,9 +43,11 @@ def maps_row(path: Path) -> pd.DataFrame:
     """
     import safetensors
 
+    size = 0
     with safetensors.safe_open(path, framework="numpy") as stream:
         facts = json.loads(stream.metadata()[MAPS_HEADER])
-        size = sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())
+        for name in stream.keys():  # noqa: SIM118 - a file of tensors is no mapping
+            size += math.prod(stream.get_slice(name).get_shape())
     shape = facts["shape"]
     recipe = facts["training"]["recipe"]
     (variant,) = recipe["variants"]
@@ -66,17 +68,11 @@ def _training(record: dict[str, Any]) -> dict[str, Any]:
     """Returns the facts in the record of a training as columns."""
     spec = record["spec"]
     backbone = spec["backbone"]
-    hardware = str(record.get("hardware", ""))
-    return {
-        "backbone": backbone["name"],
-        "study": backbone["study"],
-        "model_id": backbone["model_id"],
-        "revision": backbone["revision"],
-        "length": spec["length"],
-        "weights": "random" if backbone["source"] == "random" else "pretrained",
-        "steps": spec["steps"],
-        "sequences_per_step": spec["sequences_per_step"],
-        "reuse": spec["replay"]["reuse"],
-        "hardware": hardware,
-        "processes": record.get("processes", 1) if hardware else None,
-    }
+    facts = {name: backbone[name] for name in ("study", "model_id", "revision")}
+    facts["backbone"] = backbone["name"]
+    facts["weights"] = "random" if backbone["source"] == "random" else "pretrained"
+    facts |= {name: spec[name] for name in ("length", "steps", "sequences_per_step")}
+    facts["reuse"] = spec["replay"]["reuse"]
+    facts["hardware"] = str(record.get("hardware", ""))
+    facts["processes"] = record.get("processes", 1) if facts["hardware"] else None
+    return facts

@@ -67,11 +67,9 @@ def fidelity(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     unit = np.where(rows["continuation"] == FOLLOWING, " documents", " prompts")
     titles = rows["method"].map(method_title)
     places = rows["text"].map(text_title) + ", " + rows["length"]
-    rows = rows.assign(
-        arm=rows["method"].mask(other, rows["maps"]),
-        title=titles.mask(other, rows["maps"].map(trained_at_title)),
-        place=places + ": " + documents.astype(str) + unit,
-    )
+    rows["arm"] = rows["method"].mask(other, rows["maps"])
+    rows["title"] = titles.mask(other, rows["maps"].map(trained_at_title))
+    rows["place"] = places + ": " + documents.astype(str) + unit
     figure = against_budget(rows, DISTANCE, looks)
     figure.axes[-1].fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label="95% interval")
     return finish(figure, spec, ": distance of the next token from full attention")
@@ -86,7 +84,7 @@ def _distances_on(texts: Sequence[str], data: Sequence[Path]) -> pd.DataFrame:
     shown &= rows["task"] == ALL_TASKS
     shown &= rows["state"] == OWN
     shown &= ~rows["continuation"].isin((GREEDY, DRAFT))
-    return rows[shown]
+    return rows[shown].copy()
 
 
 @figure
@@ -107,7 +105,8 @@ def fidelity_tokens(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         shift = DODGE * ((number + 0.5) / len(methods) - 0.5)
         for axis, (group, names) in zip(means, _groups(tokens), strict=True):
             points = _group_means(spec, tokens, group)
-            labels = [f"{names[part]}\n({size:,.0f})" for part, size in points["tokens"].items()]
+            sizes = points["tokens"]
+            labels = [f"{names[part]}\n({size:,.0f})" for part, size in sizes.items()]
             _draw_means(axis, points, shift, look, method_title(method))
             axis.set_xticks(np.arange(len(points)), labels, fontsize=6.5)
             axis.set_xlim(-0.5, len(points) - 0.5)
@@ -162,7 +161,9 @@ def _groups(tokens: pd.DataFrame) -> list[tuple[pd.Series, Sequence[str]]]:
         low = 2**number // 2 + 1
         high = min(2**number, last)
         octaves.append(f"{low}\N{EN DASH}{high}" if low < high else f"{high}")
-    return [(part, [*likely[:-1], "less"]), (tokens["seen"], SEEN), (octave, octaves)]
+    by_probability = (part, [*likely[:-1], "less"])
+    by_what_was_seen = (tokens["seen"], SEEN)
+    return [by_probability, by_what_was_seen, (octave, octaves)]
 
 
 def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd.DataFrame:
@@ -178,6 +179,8 @@ def _group_means(spec: FigureSpec, tokens: pd.DataFrame, group: pd.Series) -> pd
     counts = np.concatenate(list(drawn))
     with np.errstate(invalid="ignore"):  # a resample may lack a group
         draws = (counts @ sums.to_numpy()) / (counts @ sizes.to_numpy())
-    low, high = percentile_interval(draws.T) if len(table) > 1 else (np.nan, np.nan)
+    low = high = np.nan
+    if len(table) > 1:
+        low, high = percentile_interval(draws.T)
     mean = sums.sum() / sizes.sum()
     return pd.DataFrame({"tokens": sizes.sum(), "mean": mean, "low": low, "high": high})

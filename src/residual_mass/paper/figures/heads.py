@@ -18,11 +18,11 @@ from residual_mass.paper.figures.style import (
     GREY,
     PERCENT,
     VERMILLION,
+    escape_dollars,
     figure,
     finish,
     make_asinh,
     panels,
-    plain,
 )
 from residual_mass.paper.titles import text_title
 from residual_mass.spec.specs import FigureSpec
@@ -128,7 +128,7 @@ def entropy_gain(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         axis.set_title(f"{_place(panel)}\n{share}", fontsize=size)
         if axis.get_subplotspec().is_first_col() and len(backbones) > 1:
             title = spec.backbone_titles.get(backbone, backbone)
-            axis.set_ylabel(plain(title))
+            axis.set_ylabel(escape_dollars(title))
     make_asinh(axes[0].yaxis, LINEAR)
     figure.supylabel(f"gain {GAIN} (asinh scale)", fontsize=9)
     return finish(figure, spec)
@@ -189,8 +189,9 @@ def quartile_error(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     figure, axes = panels(2.0, ENTROPY_GROUPS, columns, "$K$ and budget", "relative error (asinh scale)")
     for letter, axis, (_, part) in zip("abcd", axes, heads.groupby("quartile"), strict=True):
         _draw_errors_by_budget(axis, part)
-        entropy = part["h_mid"]
-        axis.set_title(f"({letter}) {H_MID} {entropy.min():z.2f} to {entropy.max():z.2f}")
+        least = part["h_mid"].min()
+        largest = part["h_mid"].max()
+        axis.set_title(f"({letter}) {H_MID} {least:z.2f} to {largest:z.2f}")
         axis.margins(x=0.12)
     axes[0].set_ylim(bottom=0)
     make_asinh(axes[0].yaxis, LINEAR)
@@ -209,7 +210,8 @@ def _draw_errors_by_budget(axis: Axes, heads: pd.DataFrame) -> None:
         label = f"{title}, middle half of the heads"
         axis.fill_between(places, low, high, **look, alpha=0.2, linewidth=0.4, label=label)
         axis.plot(places, budgets[error].mean(), **look, marker=marker, label=f"{title}, mean over heads")
-    axis.set_xticks(places, [f"{k:g}\n{budget:g}%" for k, budget in budgets.groups])
+    titles = [f"{k:g}\n{budget:g}%" for k, budget in budgets.groups]
+    axis.set_xticks(places, titles)
 
 
 # ---- calibration ---------------------------------------------------------------------------------------------------
@@ -237,13 +239,12 @@ def logz_calibration(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     figure, axes = panels(1.55, len(finite), 2, label, "share of rows")
     for axis, (name, values) in zip(axes, finite, strict=True):
         _draw_bins(axis, values, edges, ("underestimated", "overestimated"))
-        left_out = sizes[name] - len(values)
-        lines = [
-            PANEL_TITLE.format(*name),
-            f"mean ${values.mean():+z.2f}$, {(values < 0).mean():.1%} underestimated",
-            f"{left_out:,} of {sizes[name]:,} rows left out",
-        ]
-        axis.set_title("\n".join(lines), fontsize=7)
+        rows_of_panel = sizes[name]
+        left_out = rows_of_panel - len(values)
+        below = (values < 0).mean()
+        mean = f"mean ${values.mean():+z.2f}$, {below:.1%} underestimated"
+        without = f"{left_out:,} of {rows_of_panel:,} rows left out"
+        axis.set_title(f"{PANEL_TITLE.format(*name)}\n{mean}\n{without}", fontsize=7)
     axes[0].xaxis.set_major_locator(MaxNLocator(9, integer=True, steps=[1, 2, 5, 10]))
     return finish(figure, spec)
 
@@ -270,12 +271,12 @@ def fullsub_nosub_delta(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         _draw_bins(axis, values, edges, ("subtraction better", "NoSub better"))
         median = values.median()
         axis.axvline(median, color="black", linestyle=":", linewidth=1, label="median")
-        lines = [
-            f"{PANEL_TITLE.format(*name)}, {len(values):,} heads",
-            f"mean ${values.mean():+z.4f}$, median ${median:+z.4f}$",
-            f"{(values < 0).mean():.1%} favour subtraction, {(values > 0).mean():.1%} NoSub",
-        ]
-        axis.set_title("\n".join(lines), fontsize=7)
+        below = (values < 0).mean()
+        above = (values > 0).mean()
+        size = f"{PANEL_TITLE.format(*name)}, {len(values):,} heads"
+        averages = f"mean ${values.mean():+z.4f}$, median ${median:+z.4f}$"
+        shares = f"{below:.1%} favour subtraction, {above:.1%} NoSub"
+        axis.set_title(f"{size}\n{averages}\n{shares}", fontsize=7)
     make_asinh(axes[0].xaxis, width)
     return finish(figure, spec)
 
@@ -284,7 +285,8 @@ def _asinh_edges(values: pd.Series, width: float) -> np.ndarray:
     """Returns edges of bins that hold all values and 0, evenly spaced on an asinh scale linear up to `width`."""
     least = values.min()
     largest = values.max()
-    low, high = np.arcsinh([min(0, least) / width, max(0, largest) / width])
+    ends = np.array([min(0, least), max(0, largest)])
+    low, high = np.arcsinh(ends / width)
     step = (high - low) / ASINH_BINS
     first = math.floor(low / step)
     last = math.ceil(high / step)

@@ -19,12 +19,12 @@ from residual_mass.paper.figures.style import (
     BLUE,
     GREY,
     VERMILLION,
+    escape_dollars,
     figure,
     finish,
     looks_of,
     make_logarithmic,
     panels,
-    plain,
 )
 from residual_mass.paper.titles import OURS, text_title, variant_title
 from residual_mass.spec.specs import FigureSpec
@@ -33,8 +33,6 @@ SHOWN = 20_000
 """Maximum number of keys of one kind in a panel; more would hide each other."""
 RANKS = 60
 """Approximate number of bins of ranks."""
-
-
 COLUMNS_OF_KEYS = [*HEAD, "maps", "query", "retrieved", "log_kernel", "log_phi", "k"]
 QUARTER, MEDIAN, THREE_QUARTERS = 0.25, 0.5, 0.75
 SHOWN_HEADS = (
@@ -204,7 +202,7 @@ def mass_curves(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     make_logarithmic(axis.xaxis)
     axis.set_ylim(0, 1.02)
     figure.legend(loc="outside right center", fontsize=7)
-    figure.suptitle(plain(spec.title))
+    figure.suptitle(escape_dollars(spec.title))
     return figure
 
 

@@ -124,7 +124,8 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         panel = panel.assign(value=panel[metric.name]).sort_values("budget_percent", kind="stable")
         _draw_methods(axis, panel, colours, markers)
         _draw_front(axis, panel)
-        axis.set_title(f"{text_title(corpus)}, {length}: {panel[counted].iloc[0]} {counted}", fontsize=7)
+        count = panel[counted].iloc[0]
+        axis.set_title(f"{text_title(corpus)}, {length}: {count} {counted}", fontsize=7)
         axis.set_ylabel(DISTANCE if metric == KL else metric.title)
         axis.grid()
     for axis in axes[: len(columns)]:

@@ -32,7 +32,9 @@ BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#555555"
 DISTANCE = f"KL(full \N{DOUBLE VERTICAL LINE} method), {KL.unit}"
 PALETTE = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette."""
-LOOKS = cycler(linestyle=["-", "--", ":", "-."]) * (cycler(color=PALETTE) + cycler(marker=list("os^DvPX")))
+LINES = cycler(linestyle=["-", "--", ":", "-."])
+COLOURS_AND_MARKERS = cycler(color=PALETTE) + cycler(marker=list("os^DvPX"))
+LOOKS = LINES * COLOURS_AND_MARKERS
 """Looks of series in order. Markers and lines distinguish them in print without colour."""
 FIRST_METHODS = ("topk_phi", "topk", "topk_phi_nosub")
 """Methods with the first looks: all figures give them the same colours."""
@@ -177,7 +179,7 @@ def make_asinh(axis: Axis, linear_width: float) -> None:
     axis.set_major_formatter("{x:g}")
 
 
-def plain(text: str) -> str:
+def escape_dollars(text: str) -> str:
     """Escapes a user's text for matplotlib, which would read $ as mathematics."""
     return text.replace("$", r"\$")
 
@@ -186,7 +188,7 @@ def finish(figure: Figure, spec: FigureSpec, more: str = "", **legend: Any) -> F
     """Adds the spec's title, followed by `more`, and below the panels a legend of all their labels, in as few rows as
     fit.
     """
-    figure.suptitle(plain(spec.title) + more)
+    figure.suptitle(escape_dollars(spec.title) + more)
     drawn = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in figure.axes]
     handles = {label: handle for of_axis in drawn for handle, label in of_axis}
     for rows in range(1, len(handles) + 1):

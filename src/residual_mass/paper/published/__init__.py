@@ -40,7 +40,8 @@ def rows(label: str) -> pd.DataFrame:
 
 def variants_of(label: str) -> set[str]:
     """Returns variants of feature maps in the score table `label`, "" for maps of the paper's own recipe."""
-    return {length_and_variant(maps)[1] for maps in rows(label)["maps"] if maps}
+    labels_of_maps = [maps for maps in rows(label)["maps"] if maps]
+    return {length_and_variant(maps)[1] for maps in labels_of_maps}
 
 
 def stage_of(label: str) -> str:
@@ -62,15 +63,17 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
         found = found.assign(gain=float("nan"), gain_p=float("nan"), flags="", data="")
 
     def distinct(name: str) -> tuple[str, ...]:
-        return tuple(text for text in dict.fromkeys(found.get(name, ())) if text)
+        texts = dict.fromkeys(found.get(name, ()))
+        return tuple(text for text in texts if text)
 
     budgets = found["budget_percent"].dropna() if "budget_percent" in found else ()
     backbones = distinct("backbone")
+    length = "context" if stage == "runtime" else "length"
     spec = TableSpec(
         study=PUBLISHED,
         label=label,
         backbones=backbones,
-        lengths=distinct("context" if stage == "runtime" else "length"),
+        lengths=distinct(length),
         budgets=tuple(dict.fromkeys(budgets)),
         benchmarks=distinct("benchmark"),
         maps=distinct("maps"),

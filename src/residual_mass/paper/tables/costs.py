@@ -133,17 +133,12 @@ def _efforts_of(logs: pd.DataFrame, show: TableSpec) -> pd.DataFrame:
     """Returns the last row of every backbone's log, with numbers of sequences and of teacher passes, and hours."""
     last = logs.drop_duplicates("backbone", keep="last").set_index("backbone")
     logs = last.loc[list(show.backbones)].reset_index()
-    sequences = logs["steps"] * logs["sequences_per_step"]
-    batches = -(-logs["steps"] // logs["reuse"])
-    hours = (logs["seconds"] / 3600).round(6)
-    return logs.assign(
-        sequences=sequences,
-        teacher_passes=batches * logs["sequences_per_step"],
-        wall_clock_h=hours,
-        row=logs["backbone"].map(show.backbone_titles),
-        n=1,
-        counted="trainings",
-    )
+    batches = -(-logs["steps"] // logs["reuse"])  # rounded up
+    logs["sequences"] = logs["steps"] * logs["sequences_per_step"]
+    logs["teacher_passes"] = batches * logs["sequences_per_step"]
+    logs["wall_clock_h"] = (logs["seconds"] / 3600).round(6)
+    logs["row"] = logs["backbone"].map(show.backbone_titles)
+    return logs.assign(n=1, counted="trainings")
 
 
 def _effort(cell: Mapping[str, Any]) -> str:

@@ -51,8 +51,8 @@ class Table:
             ValueError: a cell that the study evaluates has no result.
         """
         cells = self.make(rows, show).assign(table=show.label)
-        columns = ["table", *self.keys.split(), *COMMON, *self.extra.split(), *PLACEMENT]
-        return typed(cells, columns)
+        key = ["table", *self.keys.split()]
+        return typed(cells, [*key, *COMMON, *self.extra.split(), *PLACEMENT])
 
 
 TABLES: list[Table] = []
@@ -121,7 +121,8 @@ def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
 
 def method_rows(show: TableSpec) -> pd.DataFrame:
     """Returns the paper's methods, then the study's own."""
-    own = dict.fromkeys(PAPER_METHODS, False) | dict.fromkeys(show.own_methods, True)
+    own = dict.fromkeys(PAPER_METHODS, False)
+    own |= dict.fromkeys(show.own_methods, True)
     titles = [method_title(name) + OWN_ROW * own[name] for name in own]
     return part("row", titles, method=own, own=own.values())
 

@@ -47,8 +47,11 @@ DEPLOYABLE = {
     "training_steps": TRAINING, "training_seconds": TRAINING,
 }  # fmt: skip
 UNITS = {
-    **dict.fromkeys((KL.name, SAME_TOP.name, VERIFIED.name), "documents"),
-    **dict.fromkeys(("relative_error", "log_z_error"), "packs"),
+    KL.name: "documents",
+    SAME_TOP.name: "documents",
+    VERIFIED.name: "documents",
+    "relative_error": "packs",
+    "log_z_error": "packs",
 }
 """Units of sample sizes by quantity: columns of `method_comparison`."""
 ENDS = ("", "_ci_low", "_ci_high")
@@ -147,9 +150,8 @@ def method_comparison(rows: Rows) -> pd.DataFrame:
     errors = rows["residual_errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
     forced = rows.get("fidelity", pd.DataFrame(columns=["text", "metric", "task", "state", "continuation"]))
     forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN)]
-    for metric, continuation in (
-        (KL.name, FOLLOWING), (SAME_TOP.name, FOLLOWING), (FIRST_DIFFERENCES.name, DRAFT)
-    ):  # fmt: skip
+    continuations = {KL.name: FOLLOWING, SAME_TOP.name: FOLLOWING, FIRST_DIFFERENCES.name: DRAFT}
+    for metric, continuation in continuations.items():
         of_metric = forced[forced["metric"] == metric]
         measured = of_metric[of_metric["continuation"] == continuation]
         errors = errors.merge(_distances_of(measured, metric), how="left", on=ARM_ON_TEXT)
@@ -183,7 +185,9 @@ def _with_verified(errors: pd.DataFrame) -> pd.DataFrame:
         costs = []
         drafts = []
         for share, rate in zip(errors["step_share"], rates, strict=True):
-            cost, tokens = (None, None) if pd.isna(rate) else bytes_per_verified_token(share, rate, DRAFTED)
+            cost = tokens = None
+            if not pd.isna(rate):
+                cost, tokens = bytes_per_verified_token(share, rate, DRAFTED)
             costs.append(cost)
             drafts.append(tokens)
         errors[VERIFIED.name + end] = pd.Series(costs, errors.index, dtype=float)
@@ -229,6 +233,7 @@ def on_front(points: list[tuple[float, float]]) -> list[bool]:
     front = []
     for point in points:
         x, y = point
-        better = (other for other in points if other != point and other[0] <= x and other[1] <= y)
-        front.append(next(better, None) is None)
+        at_most = [other for other in points if other[0] <= x and other[1] <= y]
+        better = [other for other in at_most if other != point]
+        front.append(not better)
     return front

@@ -140,11 +140,10 @@ def without_budget(cells: pd.DataFrame) -> pd.DataFrame:
 def _evaluated(cell: Mapping[str, Any], show: TableSpec) -> bool:
     """Whether the study has this cell: its benchmark at this length, and a task that fits into the length."""
     benchmark = cell["benchmark"]
-    return (
-        benchmark in show.benchmarks
-        and cell["length"] in show.lengths_of.get(benchmark, show.lengths)
-        and cell["task"] not in too_long(benchmark, tokens_of(cell["length"]))
-    )
+    length = cell["length"]
+    if benchmark not in show.benchmarks or length not in show.lengths_of.get(benchmark, show.lengths):
+        return False
+    return cell["task"] not in too_long(benchmark, tokens_of(length))
 
 
 def _competing(cells: pd.DataFrame) -> pd.Series:
