@@ -24,7 +24,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
-from residual_mass.model.layers import Window, attention_layers, text_config, window_of
+from residual_mass.model.layers import AttentionWindow, attention_layers, text_config, window_of
 
 PIECE = 1024
 """Queries that a layer with a window reads at once."""
@@ -62,7 +62,7 @@ class TextBatch:
         self._count = TokenCount(self) if getattr(text_config(model), "attn_temperature_tuning", False) else None
         self._called: set[int] = set()
         self._attend: Callable[..., Tensor] = backend.read
-        self._masks: dict[tuple[Window | None, int, int], Tensor | None] = {}
+        self._masks: dict[tuple[AttentionWindow | None, int, int], Tensor | None] = {}
 
     def read(self, ids: Tensor) -> Tensor:
         """Reads a prompt, or more of it, [B, T], exactly; returns the logits [B, 1, V] after its last token."""
@@ -166,7 +166,7 @@ class TextBatch:
             outputs.append(exact_attention(module, piece, keys[:, :, seen], values[:, :, seen], mask, scale))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _mask(self, window: Window | None, low: int, asking: int, query: Tensor) -> Tensor | None:
+    def _mask(self, window: AttentionWindow | None, low: int, asking: int, query: Tensor) -> Tensor | None:
         """Returns the mask [B or 1, 1, T, C] of T queries from column `asking` on, which look at the columns from `low`
         on; None for plain causal attention. Layers of a kind share it.
         """
@@ -175,7 +175,9 @@ class TextBatch:
             self._masks[key] = self._made_mask(window, low, asking, query.shape[2], query.device)
         return self._masks[key]
 
-    def _made_mask(self, window: Window | None, low: int, asking: int, new: int, device: torch.device) -> Tensor | None:
+    def _made_mask(
+        self, window: AttentionWindow | None, low: int, asking: int, new: int, device: torch.device
+    ) -> Tensor | None:
         total = asking + new
         in_window = window is None or total <= window.size or (new == 1 and not window.chunked)
         if self.real is None and in_window and (new == 1 or asking == 0):

@@ -16,9 +16,9 @@ from torch import Tensor
 from residual_mass.core.accounting import key_features, summarise
 from residual_mass.core.moments import MomentState
 
-ADDS = 1
-SUBTRACTS = 2
-MOMENTS = 4
+ADDS_RESIDUAL = 1
+SUBTRACTS_RETRIEVED = 2
+ADDS_MOMENTS = 4
 """Flags of a query row: adds the residual of feature maps, subtracts retrieved tokens from it, adds that of moments."""
 
 
@@ -28,7 +28,7 @@ class MethodRows(NamedTuple):
     k: Tensor
     """[B, R] int32, tokens to retrieve."""
     kinds: Tensor
-    """[R] int32, sums of ADDS, SUBTRACTS and MOMENTS."""
+    """[R] int32, sums of ADDS_RESIDUAL, SUBTRACTS_RETRIEVED and ADDS_MOMENTS."""
     most: int
     """The largest of k, known on the host without synchronisation."""
 

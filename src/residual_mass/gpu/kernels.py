@@ -21,9 +21,9 @@ from residual_mass.gpu.selection import mid_region, retrieved_by, store_maxima
 
 DOT_ROWS = tl.constexpr(16)
 """The fewest query rows that a tensor core multiplies."""
-ADDS = tl.constexpr(cache.ADDS)
-SUBTRACTING = tl.constexpr(cache.SUBTRACTS)
-CUT = tl.constexpr(cache.MOMENTS)
+ADDS = tl.constexpr(cache.ADDS_RESIDUAL)
+SUBTRACTING = tl.constexpr(cache.SUBTRACTS_RETRIEVED)
+CUT = tl.constexpr(cache.ADDS_MOMENTS)
 
 
 @triton.jit

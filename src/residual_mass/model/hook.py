@@ -34,7 +34,7 @@ from residual_mass.model.layers import (
 )
 from residual_mass.model.rotary import text_lengths
 
-NAME = "residual_mass"
+ATTENTION_NAME = "residual_mass"
 
 
 class Handler(Protocol):
@@ -104,13 +104,13 @@ running = threading.local()
 @contextmanager
 def switched(configs: Sequence[Any], hooks: int = 0) -> Iterator[None]:
     """Makes configurations name our attention function within the context. Contexts may overlap, in several threads."""
-    AttentionInterface.register(NAME, _dispatch)
-    AttentionMaskInterface.register(NAME, _mask)  # an unregistered name would silently get no mask at all
+    AttentionInterface.register(ATTENTION_NAME, _dispatch)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask)  # an unregistered name would silently get no mask at all
     with _switching:
         for config in configs:
             before = _switches.get(id(config), Switch(0, 0, config._attn_implementation))
             _switches[id(config)] = Switch(before.contexts + 1, before.hooks + hooks, before.original)
-            config._attn_implementation = NAME
+            config._attn_implementation = ATTENTION_NAME
     try:
         yield
     finally:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 Position = TypeVar("Position", int, Tensor)
-SLIDING = ("sliding_attention", "hybrid_sliding")
-CHUNKED = ("chunked_attention",)
-WHOLE = ("full_attention", "hybrid", "attention")
+SLIDING_TYPES = ("sliding_attention", "hybrid_sliding")
+CHUNKED_TYPES = ("chunked_attention",)
+FULL_TYPES = ("full_attention", "hybrid", "attention")
 """Layer types of transformers' configurations. Layers of type `hybrid` have recurrent states and attention."""
 
 
 @dataclass(frozen=True)
-class Window:
+class AttentionWindow:
     """The tokens that a query sees: the last `size` with its own or, if chunked, those from a multiple of `size` on."""
 
     size: int
@@ -35,7 +35,7 @@ class Window:
         return query - self.size + 1
 
 
-def window_of(layer: nn.Module) -> Window | None:
+def window_of(layer: nn.Module) -> AttentionWindow | None:
     """Returns the window of an attention layer, None if it reads the whole text; so does a layer with a sliding window
     that holds the longest text of the model, as Phi-3 mini 128k has it.
 
@@ -52,11 +52,11 @@ def window_of(layer: nn.Module) -> Window | None:
         kind = "sliding_attention"
     else:
         kind = "chunked_attention" if chunk is not None else "full_attention"
-    if kind in SLIDING:
-        return None if sliding >= longest_text(config) else Window(sliding)
-    if kind in CHUNKED:
-        return Window(chunk, chunked=True)
-    if kind not in WHOLE:
+    if kind in SLIDING_TYPES:
+        return None if sliding >= longest_text(config) else AttentionWindow(sliding)
+    if kind in CHUNKED_TYPES:
+        return AttentionWindow(chunk, chunked=True)
+    if kind not in FULL_TYPES:
         raise ValueError(f"{type(layer).__name__} is a layer of type {kind}, which selects tokens itself")
     return None
 

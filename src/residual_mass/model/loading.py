@@ -58,9 +58,9 @@ CAUSES = {
     ),
 }
 """What transformers' messages contain, each with the reason in our words and the remedy."""
-LONGEST = 300
+MOST_CHARACTERS = 300
 """Characters of a reason in transformers' own words: it can list all of its classes."""
-GAP = "\ue000"
+MESSAGE_PLACEHOLDER = "\ue000"
 """Placeholder for the message when a chat template is split around it."""
 
 
@@ -132,7 +132,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
         return tokenizer(part, add_special_tokens=False).input_ids
 
     ids = ids_of(rendered(text))
-    before_message, _, _ = rendered(GAP).partition(GAP)
+    before_message, _, _ = rendered(MESSAGE_PLACEHOLDER).partition(MESSAGE_PLACEHOLDER)
     front = ids_of(before_message)
     # A template may use a BOS token that the tokenizer does not add for something else.
     if tokenizer.bos_token_id in special_prefix(tokenizer):
@@ -281,7 +281,7 @@ def _cause(error: Exception) -> tuple[str, str]:
     for part, known in CAUSES.items():
         if part in text:
             return known
-    reason = textwrap.shorten(f"{type(error).__name__}: {text}", LONGEST, placeholder=" ...")
+    reason = textwrap.shorten(f"{type(error).__name__}: {text}", MOST_CHARACTERS, placeholder=" ...")
     if re.search(r"GPU|XPU|CUDA|\bmps\b", text):
         return reason, "load it on a machine that has one, or take weights that are not quantised"
     if isinstance(error, ImportError) or "pip install" in text:

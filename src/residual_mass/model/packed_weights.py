@@ -30,20 +30,20 @@ log = logging.getLogger(__name__)
 
 GROUPS = (32, 64, 128, 256)
 """Weights of a group that torch's 4-bit product knows."""
-ROWS = 64
+ROW_MULTIPLE = 64
 """Output features are a multiple of this in 4 bits, so that torch packs them in whole blocks; others are 0."""
-COLUMNS = 32
+COLUMN_MULTIPLE = 32
 """Input features are a multiple of this in 8 bits: torch reads beyond the end of rows of other lengths."""
 LAYOUTS = ((64, 32), (32, 16), (32, 1))
 """Rows of a block, and how far apart the two rows of a byte are: with AVX-512, AVX2, and neither."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of layers that choose experts. Rounding them would change which weights are read, and they are small."""
 FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
-NUMBERS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 """Dtypes of plain weights, positions and masks. Whether a model was loaded by a quantiser says less: transformers
 dequantises GGUF files by one.
 """
-LATER = ("save_pretrained", "resize_token_embeddings")
+UNSAFE_METHODS = ("save_pretrained", "resize_token_embeddings")
 """Methods that do not know packed weights, and would leave a model or its files half changed."""
 
 
@@ -113,7 +113,7 @@ class Linear4(PackedLinear):
     """A linear layer with weights in 4 bits; where they are dequantised codes, with these codes.
 
     Attributes:
-        codes: [N', K' / 2] uint8 in the layout of this CPU, N' and K' the next multiples of `ROWS` and g.
+        codes: [N', K' / 2] uint8 in the layout of this CPU, N' and K' the next multiples of `ROW_MULTIPLE` and g.
         scales: [K' / g, N', 2] bfloat16, scale and zero.
     """
 
@@ -124,7 +124,7 @@ class Linear4(PackedLinear):
         self.group = group
         self.layout = layout_here()
         codes, scale, zero = codes_of_4_bits(widened(weight, group), group)
-        more = -len(codes) % ROWS
+        more = -len(codes) % ROW_MULTIPLE
         scales = F.pad(torch.stack((scale, zero), -1), (0, 0, 0, 0, 0, more))
         codes = F.pad(codes.to(torch.int32), (0, 0, 0, more))
         self.register_buffer("codes", packed_codes(codes))
@@ -165,7 +165,7 @@ class Linear8(PackedLinear):
     """A linear layer with weights in 8 bits.
 
     Attributes:
-        codes: [N, K'] int8, K' the next multiple of `COLUMNS`.
+        codes: [N, K'] int8, K' the next multiple of `COLUMN_MULTIPLE`.
         scales: [N] bfloat16.
     """
 
@@ -173,12 +173,12 @@ class Linear8(PackedLinear):
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
         super().__init__(*weight.shape, bias)
-        codes, scales = codes_of_8_bits(widened(weight, COLUMNS))
+        codes, scales = codes_of_8_bits(widened(weight, COLUMN_MULTIPLE))
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
 
     def product(self, x: Tensor) -> Tensor:
-        more = -self.in_features % COLUMNS
+        more = -self.in_features % COLUMN_MULTIPLE
         if more:
             x = F.pad(x, (0, more))
         return torch.ops.aten._weight_int8pack_mm(x, self.codes, self.scales)
@@ -251,7 +251,7 @@ def layout_here() -> tuple[int, int]:
     Raises:
         ValueError: it is none of them.
     """
-    codes = torch.arange(ROWS * 4, dtype=torch.int32).view(ROWS, 4) * 7 % 15
+    codes = torch.arange(ROW_MULTIPLE * 4, dtype=torch.int32).view(ROW_MULTIPLE, 4) * 7 % 15
     packed = packed_codes(codes)
     for layout in LAYOUTS:
         if torch.equal(unpacked_codes(packed, layout).T, codes.to(torch.uint8)):
@@ -327,7 +327,7 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreT
     if has_bfloat16():
         convert_rest(model)
     give_back_memory()
-    for name in LATER:
+    for name in UNSAFE_METHODS:
         setattr(model, name, partial(refuse, name))
     kind = "8 bits" if bits == 8 else f"4 bits in groups of {group} (head: 8)"
     now = bytes_of(model.modules())
@@ -454,7 +454,7 @@ def tensor_refusals(name: str, tensor: Tensor) -> Iterator[str]:
         yield f"has no weights in memory ({name} is on the meta device): load it whole, without offloading"
     if tensor.device.type != "cpu":
         yield f"is on {tensor.device} ({name}), and weights are packed for a CPU: call model.to('cpu') first"
-    if tensor.ndim >= 2 and tensor.dtype not in NUMBERS:
+    if tensor.ndim >= 2 and tensor.dtype not in PLAIN_DTYPES:
         yield f"has quantised weights already ({name} is {tensor.dtype}): load it without quantisation"
 
 

@@ -1,4 +1,4 @@
-"""Codes of weights: 4 bits on a grid of 16 levels by group, or 8 bits on one grid by row.
+"""WeightCodes of weights: 4 bits on a grid of 16 levels by group, or 8 bits on one grid by row.
 
 A weight of 4 bits is (code - 8) * scale + zero, with codes from 0 to 15; one of 8 bits is code * scale, with codes from
 -127 to 127. Scales and zeros are in bfloat16. Weights that lie on grids of 16 levels already, as those of a GGUF file
@@ -21,7 +21,7 @@ PART = 2**18
 """Weights that are looked at together: they fit a processor's cache."""
 
 
-class Codes(NamedTuple):
+class WeightCodes(NamedTuple):
     """Weights in 4 bits."""
 
     codes: Tensor
@@ -32,7 +32,7 @@ class Codes(NamedTuple):
     """[N, G] bfloat16."""
 
 
-def codes_of_4_bits(weight: Tensor, group: int) -> Codes:
+def codes_of_4_bits(weight: Tensor, group: int) -> WeightCodes:
     """Rounds a weight [N, K], K a multiple of `group`, to 4 bits, or finds the codes from which it was dequantised."""
     groups = weight.detach().float().view(-1, group)
     parts = groups.split(PART // group)
@@ -48,7 +48,7 @@ def codes_of_4_bits(weight: Tensor, group: int) -> Codes:
     scale = torch.cat([fit[0] for fit in fits])
     zero = torch.cat([fit[1] for fit in fits])
     rows = len(weight)
-    return Codes(torch.cat(codes).view(rows, -1), scale.view(rows, -1), zero.view(rows, -1))
+    return WeightCodes(torch.cat(codes).view(rows, -1), scale.view(rows, -1), zero.view(rows, -1))
 
 
 def codes_of_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:

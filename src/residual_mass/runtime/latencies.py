@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import RuntimeSpec
-from residual_mass.timing import Clock, device_clock, timed
+from residual_mass.timing import Clock, Result, device_clock, timed
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,6 @@ ATTENTION_KERNELS = {
 }
 CACHE_COPIES = 2
 """Copies of a cache that are in memory while buffers are filled."""
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

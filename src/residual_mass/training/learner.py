@@ -38,7 +38,7 @@ from residual_mass.core.output_matching import (
 )
 from residual_mass.core.score_matching import TorchPasses, Weights, score_matching_losses
 from residual_mass.core.selection import exhaustive_topk, retrieved_count
-from residual_mass.decode.prefix import grouped
+from residual_mass.decode.terms import grouped
 from residual_mass.gpu.device import kernels_run_on, tiles_fit
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
@@ -57,7 +57,7 @@ from residual_mass.training.teacher import (
     with_targets,
 )
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
 DIRECTION_SCALE = 0.3
 """Scale of the random directions: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi = 64."""
 CALIBRATION_QUERIES = 64
@@ -66,8 +66,10 @@ PRECISIONS = {"float32": (torch.baddbmm, None), "bfloat16": (baddbmm_in_bfloat16
 """Products of the maps, and what features are rounded to in the paper's objective, by `phi.precision`."""
 ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
 """Maximum number of inner activations of a map, over all heads and keys, that are kept for its backward pass."""
-PACKS, QUERIES = 3, 4
-"""Packs per held-out text, and queries per pack, right after its prefix."""
+HELD_OUT_PACKS = 3
+"""Packs per held-out text."""
+HELD_OUT_QUERIES = 4
+"""Queries per pack, right after its prefix."""
 MEASURES = ("e_topk", "e_sub", "e_nosub", "heads_below_topk", "kl", "log_z_error", "clamped_share")
 """Columns of the held-out log: the measures of the diagnostics, over few queries and all layers."""
 HeldOut = dict[str, list[list[LayerTrace]]]
@@ -84,31 +86,35 @@ class Learner:
     """
 
     def __init__(self, spec: TrainSpec, variant: VariantSpec, shape: HeadShape, device: torch.device):
-        self.spec, self.label, self.objective = spec, variant.label, variant.objective
-        facts = {
+        self.spec = spec
+        self.label = variant.label
+        self.objective = variant.objective
+        alone = replace(spec, variants=(variant,))  # other variants do not affect these maps
+        training = {
             "model_id": spec.backbone.model_id,
             "revision": spec.backbone.revision,
             "length": tokens_of(spec.length),
-            # Other variants do not affect these maps.
-            "recipe": json.loads(to_json(replace(spec, variants=(variant,)))),
+            "recipe": json.loads(to_json(alone)),
         }
         torch.manual_seed(spec.seed)
-        self.maps = PhiMaps(shape, variant.map, facts).to(device)
+        self.maps = PhiMaps(shape, variant.map, training).to(device)
         self.optimiser = torch.optim.AdamW(
             self.maps.parameters(), lr=spec.learning_rate, weight_decay=spec.weight_decay, fused=True
         )
         self.losses = torch.zeros(shape.layers, shape.query_heads, device=device)
         self.worked = [0.0] * shape.layers
         self.seconds = 0.0
-        wanted = self.objective.budgets or spec.eval_budgets
-        self.supports = [i for i, budget in enumerate(training_budgets(spec)) if budget in wanted]
+        budgets = self.objective.budgets or spec.eval_budgets
+        self.supports = [place for place, budget in enumerate(training_budgets(spec)) if budget in budgets]
 
     def backward(self, layer: int, trace: LayerTrace) -> None:
         """Adds one sequence's gradient of one layer, divided by the number of sequences of a step."""
         started = time.perf_counter()
         if self.objective.name == "residual" and trace.targets is not None:
-            trace = replace(trace, targets=trace.targets.select_supports(self.supports))
-        query_map, key_map = self.maps.query[layer], self.maps.key[layer]
+            targets = trace.targets.select_supports(self.supports)
+            trace = replace(trace, targets=targets)
+        query_map = self.maps.query[layer]
+        key_map = self.maps.key[layer]
         losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors, self.spec.precision)
         losses = losses.mean(-1) / self.spec.sequences_per_step
         losses.mean().backward()
@@ -123,9 +129,11 @@ class Learner:
             return f"the loss is {self.losses[layer, head].item()} in layer {layer}, head {head}"
         gradients = {name: p.grad for name, p in self.maps.named_parameters() if p.grad is not None}
         norms = torch.stack(torch._foreach_norm(list(gradients.values())))
-        if torch.isfinite(norms).all():
+        finite_norms = norms.isfinite()
+        if finite_norms.all():
             return None
-        name = list(gradients)[int((~torch.isfinite(norms)).nonzero()[0])]
+        first = int((~finite_norms).nonzero()[0])
+        name = list(gradients)[first]
         finite_heads = gradients[name].isfinite().flatten(1).all(1)  # every parameter is stacked over heads
         side, layer, parameter = name.split(".")
         head = int((~finite_heads).nonzero()[0])
@@ -146,21 +154,29 @@ class Learner:
         tensors = {}
         for name, parameter in self.maps.named_parameters():
             tensors[f"{self.label}/parameter.{name}"] = parameter.detach()
-            for key in MOMENTS:
-                tensors[f"{self.label}/{key}.{name}"] = self.optimiser.state[parameter][key]
+            for key in ADAM_MOMENTS:
+                moment = self.optimiser.state[parameter][key]
+                tensors[f"{self.label}/{key}.{name}"] = moment
         return tensors
 
     def restore(self, tensors: dict[str, Tensor], step: int) -> None:
         for name, parameter in self.maps.named_parameters():
             parameter.data.copy_(tensors[f"{self.label}/parameter.{name}"])
-            moments = {key: tensors[f"{self.label}/{key}.{name}"].to(parameter.device) for key in MOMENTS}
-            self.optimiser.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **moments}
+            state = {"step": torch.tensor(float(step), device=parameter.device)}
+            for key in ADAM_MOMENTS:
+                moment = tensors[f"{self.label}/{key}.{name}"]
+                state[key] = moment.to(parameter.device)
+            self.optimiser.state[parameter] = state
 
 
 def learning_rate(spec: TrainSpec, step: int) -> float:
     """Returns the learning rate: linear warm-up, then constant or half a cosine down to zero at the last step."""
-    warm = min(1.0, (step + 1) / spec.warmup_steps) if spec.warmup_steps else 1.0
-    decay = 0.5 * (1 + math.cos(math.pi * step / spec.steps)) if spec.schedule == "cosine" else 1.0
+    warm = 1.0
+    if spec.warmup_steps:
+        warm = min(1.0, (step + 1) / spec.warmup_steps)
+    decay = 1.0
+    if spec.schedule == "cosine":
+        decay = 0.5 * (1 + math.cos(math.pi * step / spec.steps))
     return spec.learning_rate * warm * decay
 
 
@@ -185,14 +201,16 @@ def row_losses(
     kv_heads = keys.shape[0]
     if objective.name not in ON_OUTPUTS:
         group = trace.queries.shape[0] // kv_heads
-        queries, log_query = (grouped(x, kv_heads) for x in (trace.queries, log_query))
+        queries = grouped(trace.queries, kv_heads)
+        log_query = grouped(log_query, kv_heads)
         last = trace.positions.repeat(group)
         kl = {"ours": objective.lambda_kl, "kl": 1.0, "aux": 0.0}[objective.name]
+        aux = 1 - kl
         weights = Weights(
             kl=kl,
-            top=(1 - kl) * objective.lambda_top,
-            fp=(1 - kl) * objective.lambda_fp,
-            z=(1 - kl) * objective.lambda_z,
+            top=aux * objective.lambda_top,
+            fp=aux * objective.lambda_fp,
+            z=aux * objective.lambda_z,
             tau=objective.tau,
             band=objective.band,
             huber_delta=objective.huber_delta,
@@ -218,10 +236,14 @@ def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor, baddbmm: Baddbmm)
     def log_features(block: Tensor) -> Tensor:
         return key_map(promoted(block), baddbmm)
 
-    at_once = max(1, ACTIVATIONS_AT_ONCE[keys.device.type] // (keys.shape[0] * key_map.width))
+    activations_of_key = keys.shape[0] * key_map.width
+    at_once = max(1, ACTIVATIONS_AT_ONCE[keys.device.type] // activations_of_key)
     if keys.shape[1] <= at_once:
         return log_features(keys)
-    return torch.cat([checkpoint(log_features, block, use_reentrant=False) for block in keys.split(at_once, 1)], 1)
+    blocks = []
+    for block in keys.split(at_once, 1):
+        blocks.append(checkpoint(log_features, block, use_reentrant=False))
+    return torch.cat(blocks, 1)
 
 
 def positive_random_features(
@@ -242,16 +264,18 @@ def positive_random_features(
     @torch.no_grad()
     def calibrate(_: int) -> None:
         for layer, trace in enumerate(traces):
-            query_map, key_map = maps.query[layer], maps.key[layer]
+            query_map = maps.query[layer]
+            key_map = maps.key[layer]
             if not isinstance(query_map, ReZeroMap) or not isinstance(key_map, ReZeroMap):
                 raise ValueError("map.init positive_random_features is for rezero maps")
             w = orthogonal_directions(shape.kv_heads, maps.map.d_phi, shape.head_dim, generator)
             w = (w * DIRECTION_SCALE * trace.scale**0.5).to(trace.keys.device)  # [Hkv, M, D]
-            trace = trace.at(torch.arange(min(CALIBRATION_QUERIES, len(trace.positions)))).widened()
-            bias = _log_mass_gap(trace, w, anchors, budgets)
+            num_queries = min(CALIBRATION_QUERIES, len(trace.positions))
+            few_queries = trace.at(torch.arange(num_queries)).widened()
+            bias = _log_mass_gap(few_queries, w, anchors, budgets)
             key_map.set_log_linear(w, torch.zeros_like(w[..., 0]))
-            w = w.repeat_interleave(shape.query_heads // shape.kv_heads, 0)
-            query_map.set_log_linear(w, bias.unsqueeze(-1).expand(-1, maps.map.d_phi))
+            by_query_head = w.repeat_interleave(shape.group, 0)
+            query_map.set_log_linear(by_query_head, bias.unsqueeze(-1).expand(-1, maps.map.d_phi))
 
     parallel_layers(1, calibrate, traces[0].keys.device)  # on one core: rounding would depend on their number
 
@@ -263,19 +287,23 @@ def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Se
     kv_heads = trace.keys.shape[0]
     queries = grouped(trace.queries, kv_heads)  # [Hkv, G * Q, D]
     group = queries.shape[1] // len(trace.positions)
-    keys = trace.keys[:, : int(trace.positions.max()) + 1]
+    seen = int(trace.positions.max()) + 1
+    keys = trace.keys[:, :seen]
     last = trace.positions.repeat(group).unsqueeze(-1)
     columns = torch.arange(keys.shape[1], device=keys.device)
     mid = (columns >= anchors.sink) & (columns <= last - anchors.tail)
     teacher = attention_scores(queries, keys, trace.scale)
-    student = log_kernel(queries @ w.transpose(-1, -2), keys @ w.transpose(-1, -2))
+    directions = w.transpose(-1, -2)
+    student = log_kernel(queries @ directions, keys @ directions)
     gaps = []
     for k in retrieved(trace.positions, anchors, budgets).unbind(-1):
-        best = exhaustive_topk(teacher, mid, k.repeat(group)).mask(keys.shape[1])
+        best = exhaustive_topk(teacher, mid, k.repeat(group)).mask(seen)
         left = mid & ~best
-        true, estimated = (x.masked_fill(~left, -torch.inf).logsumexp(-1) for x in (teacher, student))
-        gaps.append(torch.where(left.any(-1), true - estimated, torch.nan))
-    return torch.stack(gaps).unflatten(-1, (group, -1)).nanmean((0, -1)).flatten().nan_to_num()
+        log_z = teacher.masked_fill(~left, -torch.inf).logsumexp(-1)
+        log_z_hat = student.masked_fill(~left, -torch.inf).logsumexp(-1)
+        gaps.append(torch.where(left.any(-1), log_z - log_z_hat, torch.nan))
+    by_head = torch.stack(gaps).unflatten(-1, (group, -1))  # [budgets, Hkv, G, Q]
+    return by_head.nanmean((0, -1)).flatten().nan_to_num()
 
 
 # ---- errors on held-out text -----------------------------------------------------------------------------------------
@@ -284,17 +312,23 @@ def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Se
 def held_out_packs(spec: TrainSpec, backbone: Backbone, assets: Path) -> HeldOut:
     """Records packs of `length` keys, with the queries of the next tokens, each of which sees exactly those keys."""
     length = tokens_of(spec.length)
-    positions = torch.arange(length, length + QUERIES, device=backbone.device)
+    positions = torch.arange(length, length + HELD_OUT_QUERIES, device=backbone.device)
 
     def only_prefix(trace: LayerTrace) -> LayerTrace:
         last = torch.full_like(positions, length - 1)
-        cut = replace(trace, keys=trace.keys[:, :length], values=trace.values[:, :length], positions=last)
-        return with_targets(cut, spec.anchors, spec.eval_budgets).to(torch.device("cpu"))  # GPUs have no room for all
+        keys = trace.keys[:, :length]
+        values = trace.values[:, :length]
+        prefix = replace(trace, keys=keys, values=values, positions=last)
+        traced = with_targets(prefix, spec.anchors, spec.eval_budgets)
+        return traced.to(torch.device("cpu"))  # GPUs have no room for all
 
-    packs = {}
+    packs: HeldOut = {}
     for name in spec.held_out:
-        corpus = held_out_corpus(name, backbone.tokenizer, length + QUERIES, spec.seed, assets)
-        packs[name] = [record_traces(backbone, corpus.sequence(i), positions, only_prefix) for i in range(PACKS)]
+        corpus = held_out_corpus(name, backbone.tokenizer, length + HELD_OUT_QUERIES, spec.seed, assets)
+        packs[name] = []
+        for index in range(HELD_OUT_PACKS):
+            traces = record_traces(backbone, corpus.sequence(index), positions, only_prefix)
+            packs[name].append(traces)
     return packs
 
 
@@ -305,18 +339,26 @@ def held_out_rows(maps: PhiMaps, packs: Sequence[Sequence[LayerTrace]], spec: Tr
     residual was dropped.
     """
     layers = range(maps.shape.layers)
-    measures = [_measures(maps, layer, pack[layer], spec.anchors) for layer in layers for pack in packs]
-    rows = {  # [layers, packs, Hkv, Q, G, S]
-        name: torch.stack([x[name] for x in measures]).unflatten(0, (-1, len(packs))) for name in measures[0]
-    }
-    for s, budget in enumerate(spec.eval_budgets):
-        k = retrieved_count(budget, tokens_of(spec.length), spec.anchors.sink + spec.anchors.tail)
+    found: dict[str, list[Tensor]] = {}
+    for layer in layers:
+        for pack in packs:
+            for name, measure in _measures(maps, layer, pack[layer], spec.anchors).items():
+                found.setdefault(name, []).append(measure)
+    rows = {}  # [layers, packs, Hkv, Q, G, S]
+    for name, measures in found.items():
+        rows[name] = torch.stack(measures).unflatten(0, (-1, len(packs)))
+    num_anchors = spec.anchors.sink + spec.anchors.tail
+    for place, budget in enumerate(spec.eval_budgets):
+        k = retrieved_count(budget, tokens_of(spec.length), num_anchors)
         for layer in ("all", *layers):
-            chosen = {name: (x if layer == "all" else x[[layer]])[..., s] for name, x in rows.items()}
-            gain = (chosen["e_topk"] - chosen["e_sub"]).mean((1, 3))  # [layers, Hkv, G]
-            means = {name: x[x.isfinite()].mean().item() for name, x in chosen.items()}
-            means["heads_below_topk"] = (gain > 0).float().mean().item()
-            yield {"k": k, "layer": layer} | {name: f"{means[name]:.6f}" for name in MEASURES}
+            of_layers = rows if layer == "all" else {name: x[[layer]] for name, x in rows.items()}
+            chosen = {name: x[..., place] for name, x in of_layers.items()}
+            gain = chosen["e_topk"] - chosen["e_sub"]
+            gain = gain.mean((1, 3))  # [layers, Hkv, G]
+            means = {name: x[x.isfinite()].mean() for name, x in chosen.items()}
+            means["heads_below_topk"] = (gain > 0).float().mean()
+            columns = {name: f"{means[name].item():.6f}" for name in MEASURES}
+            yield {"k": k, "layer": layer} | columns
 
 
 def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec) -> dict[str, Tensor]:
@@ -330,23 +372,28 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
     completion = complete(log_query, log_key, trace.values, window, trace.targets)
     zero = torch.zeros_like(completion.whole)
     queries = by_kv_head(trace.queries, kv_heads).flatten(1, 2)
-    teacher = (queries @ trace.keys.transpose(-1, -2) * trace.scale).log_softmax(-1)
+    scores = queries @ trace.keys.transpose(-1, -2) * trace.scale
+    teacher = scores.log_softmax(-1)
     student = log_kernel(log_query.flatten(1, 2), log_key).log_softmax(-1)
     divergence = (teacher.exp() * (teacher - student)).sum(-1).view(log_query.shape[:3])
+    dropped = completion.rest[..., -1] == 0
+    clamped = dropped & trace.targets.log_rest.isfinite()
+    kl = divergence.unsqueeze(-1).expand(completion.rest.shape[:-1])  # a divergence is of all supports
     return {
         "e_topk": output_errors(zero, completion.unit, trace.targets),
         "e_sub": output_errors(completion.rest, completion.unit, trace.targets),
         "e_nosub": output_errors(completion.whole, completion.unit, trace.targets),
-        "kl": divergence.unsqueeze(-1).expand(completion.rest.shape[:-1]),
+        "kl": kl,
         "log_z_error": log_mass_error(completion, trace.targets),
-        "clamped_share": ((completion.rest[..., -1] == 0) & trace.targets.log_rest.isfinite()).float(),
+        "clamped_share": clamped.float(),
     }
 
 
 def passes_for(keys: Tensor, log_query: Tensor, log_key: Tensor) -> Callable[..., TorchPasses]:
     """Returns the passes over the keys [H, L, D] of the objective: kernels on a GPU where their tiles fit."""
-    fits = tiles_fit(keys.shape[-1], log_key.shape[-1]) and log_query.dtype == torch.float32
-    if not fits or not kernels_run_on(keys.device):
+    if log_query.dtype != torch.float32 or not kernels_run_on(keys.device):
+        return TorchPasses
+    if not tiles_fit(keys.shape[-1], log_key.shape[-1]):
         return TorchPasses
     from residual_mass.gpu.training import TritonPasses
 

@@ -53,18 +53,24 @@ class LayerTrace:
     def at(self, chosen: Tensor) -> LayerTrace:
         """Selects query positions, given as indices [q]."""
         targets = None if self.targets is None else self.targets.at(chosen)
-        return replace(self, queries=self.queries[:, chosen], positions=self.positions[chosen], targets=targets)
+        queries = self.queries[:, chosen]
+        positions = self.positions[chosen]
+        return replace(self, queries=queries, positions=positions, targets=targets)
 
     def widened(self) -> LayerTrace:
         """Converts half precision to float32, which is exact."""
-        queries, keys, values = (promoted(x) for x in (self.queries, self.keys, self.values))
-        return replace(self, queries=queries, keys=keys, values=values)
+        return replace(self, queries=promoted(self.queries), keys=promoted(self.keys), values=promoted(self.values))
 
     def to(self, device: torch.device) -> LayerTrace:
         """Moves the trace to a device."""
-        targets = None if self.targets is None else Targets(*(x.to(device) for x in self.targets))
-        queries, keys, values = (x.to(device) for x in (self.queries, self.keys, self.values))
-        return LayerTrace(queries, keys, values, self.positions.to(device), self.scale, targets)
+        targets = None
+        if self.targets is not None:
+            targets = Targets(*(x.to(device) for x in self.targets))
+        queries = self.queries.to(device)
+        keys = self.keys.to(device)
+        values = self.values.to(device)
+        positions = self.positions.to(device)
+        return LayerTrace(queries, keys, values, positions, self.scale, targets)
 
 
 Consume = Callable[[int, LayerTrace], None]
@@ -111,23 +117,35 @@ def record_traces(
 
 def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float]) -> LayerTrace:
     """Adds the teacher's targets for the supports of these budgets (percent of the keys that each query sees)."""
-    seen, parts = int(trace.positions.max()) + 1, []
-    at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // (trace.queries.shape[0] * seen))
+    seen = int(trace.positions.max()) + 1
+    scores_of_query = trace.queries.shape[0] * seen
+    at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // scores_of_query)
     widened = trace.widened()
-    keys, values = widened.keys[:, :seen], widened.values[:, :seen]
-    for block in torch.arange(len(trace.positions), device=trace.positions.device).split(at_once):
-        queries, positions = by_kv_head(widened.queries[:, block], len(keys)), trace.positions[block]
-        scores = (queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale).unflatten(1, queries.shape[1:3])
+    keys = widened.keys[:, :seen]
+    values = widened.values[:, :seen]
+    places = torch.arange(len(trace.positions), device=trace.positions.device)
+    parts = []
+    for block in places.split(at_once):
+        positions = trace.positions[block]
+        queries = by_kv_head(widened.queries[:, block], len(keys))
+        _, num_positions, group, _ = queries.shape
+        # One product for all queries of a KV head: [Hkv, q G, L], then [Hkv, q, G, L].
+        scores = queries.flatten(1, 2) @ keys.transpose(-1, -2) * trace.scale
+        scores = scores.unflatten(1, (num_positions, group))
         window = Window(positions, anchors.sink, anchors.tail)
-        parts.append(exact_targets(scores, values, window, retrieved(positions, anchors, budgets)))
+        k = retrieved(positions, anchors, budgets)
+        parts.append(exact_targets(scores, values, window, k))
     return replace(trace, targets=Targets.joined(parts))
 
 
 def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) -> Tensor:
     """Returns K, the number of retrieved tokens, of each support for queries at `positions`: [Q, S]."""
     num_anchors = anchors.sink + anchors.tail
-    counts = [[retrieved_count(budget, p + 1, num_anchors) for budget in budgets] for p in positions.tolist()]
-    return torch.tensor(counts, dtype=torch.long, device=positions.device).view(len(counts), len(budgets))
+    counts = []
+    for position in positions.tolist():
+        counts.append([retrieved_count(budget, position + 1, num_anchors) for budget in budgets])
+    k = torch.tensor(counts, dtype=torch.long, device=positions.device)
+    return k.view(len(counts), len(budgets))  # also without budgets
 
 
 def by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
@@ -142,7 +160,10 @@ class Passes(ABC):
     """
 
     def __init__(self, spec: TrainSpec, backbone: Backbone, corpus: Cycle, slot: int):
-        self.spec, self.backbone, self.corpus, self.slot = spec, backbone, corpus, slot
+        self.spec = spec
+        self.backbone = backbone
+        self.corpus = corpus
+        self.slot = slot
 
     @abstractmethod
     def run(self, step: int, consume: Consume) -> float:
@@ -154,26 +175,33 @@ class Passes(ABC):
 
     def recorded(self, index: int) -> list[LayerTrace]:
         """Returns the traces of a new pass."""
-        return record_traces(self.backbone, *self.text(index), self.prepared)
+        ids, positions = self.text(index)
+        return record_traces(self.backbone, ids, positions, self.prepared)
 
     def text(self, index: int) -> tuple[list[int], Tensor]:
         """Returns the tokens of a pass and distinct query positions for all steps that use it. The positions are drawn
         uniformly from the last share `query_window` of the tokens.
         """
-        spec, length = self.spec, self.spec.length
-        if spec.curriculum is not None and index * spec.replay.reuse < round(spec.curriculum.share * spec.steps):
-            length = spec.curriculum.length
+        spec = self.spec
+        length = spec.length
+        if spec.curriculum is not None:
+            step = index * spec.replay.reuse
+            if step < round(spec.curriculum.share * spec.steps):
+                length = spec.curriculum.length
         ids = self.corpus.sequence(index)[: tokens_of(length)]
-        window = min(len(ids), max(1, round(len(ids) * spec.query_window)))
-        drawn = torch.randperm(window, generator=self.random("positions", index))
-        positions = drawn[: spec.queries_per_step * spec.replay.reuse] + len(ids) - window
+        window = max(1, round(len(ids) * spec.query_window))
+        window = min(len(ids), window)
+        places = torch.randperm(window, generator=self.random("positions", index))
+        positions = places[: spec.queries_per_step * spec.replay.reuse] + len(ids) - window
         return ids, positions.to(self.backbone.device)
 
     def prepared(self, trace: LayerTrace) -> LayerTrace:
         """Adds targets if an objective needs them; otherwise drops the values, which are not used then."""
-        if any(variant.objective.name in ON_OUTPUTS for variant in self.spec.variants):
+        objectives = {variant.objective.name for variant in self.spec.variants}
+        if not objectives.isdisjoint(ON_OUTPUTS):
             return with_targets(trace, self.spec.anchors, training_budgets(self.spec))
-        return replace(trace, values=trace.values[:, :0].clone())  # a view would keep all values alive
+        none = trace.values[:, :0].clone()  # a view would keep all values alive
+        return replace(trace, values=none)
 
     def random(self, what: str, index: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed(what, index))
@@ -181,7 +209,8 @@ class Passes(ABC):
     def seed(self, what: str, index: int) -> int:
         """Returns a 60-bit seed that is the same on every machine and in every process."""
         global_index = index * self.spec.sequences_per_step + self.slot
-        return int(sha256_text(f"{self.spec.seed}/{what}/{global_index}")[:15], 16)
+        digest = sha256_text(f"{self.spec.seed}/{what}/{global_index}")
+        return int(digest[:15], 16)
 
 
 class FreshPasses(Passes):
@@ -194,11 +223,13 @@ class FreshPasses(Passes):
 
         def timed(layer: int, trace: LayerTrace) -> None:
             nonlocal seconds
-            prepared, started = self.prepared(trace), time.perf_counter()
+            prepared = self.prepared(trace)
+            started = time.perf_counter()
             consume(layer, prepared)
             seconds += time.perf_counter() - started
 
-        stream_traces(self.backbone, *self.text(step), timed)
+        ids, positions = self.text(step)
+        stream_traces(self.backbone, ids, positions, timed)
         return seconds
 
 
@@ -212,27 +243,33 @@ class ReplayedPasses(Passes):
     pool: Mapping[int, list[LayerTrace]] = {}
 
     def run(self, step: int, consume: Consume) -> float:
-        traces, device = self._drawn(step), self.backbone.device
-        chosen = torch.randperm(len(traces[0].positions), generator=self.random("queries", step))
-        chosen = chosen[: self.spec.queries_per_step].to(device)
+        traces = self._sampled_pass(step)
+        device = self.backbone.device
+        order = torch.randperm(len(traces[0].positions), generator=self.random("queries", step))
+        chosen = order[: self.spec.queries_per_step].to(device)
         started = time.perf_counter()
         parallel_layers(len(traces), lambda layer: consume(layer, traces[layer].at(chosen)), device)
         return time.perf_counter() - started
 
     def first(self) -> list[LayerTrace]:
-        return self._drawn(0)
+        return self._sampled_pass(0)
 
-    def _drawn(self, step: int) -> list[LayerTrace]:
+    def _sampled_pass(self, step: int) -> list[LayerTrace]:
         newest = step // self.spec.replay.reuse
-        wanted = range(max(0, newest - self.spec.replay.pool + 1), newest + 1)
-        self.pool = {index: self.pool.get(index) or self.recorded(index) for index in wanted}
-        return self.pool[random.Random(self.seed("pass", step)).choice(wanted)]
+        oldest = max(0, newest - self.spec.replay.pool + 1)
+        kept = range(oldest, newest + 1)
+        self.pool = {index: self.pool.get(index) or self.recorded(index) for index in kept}
+        generator = random.Random(self.seed("pass", step))
+        return self.pool[generator.choice(kept)]
 
 
 def training_budgets(spec: TrainSpec) -> tuple[float, ...]:
     """Returns the budgets of all supports that any variant trains on, in ascending order."""
-    residual = [v.objective for v in spec.variants if v.objective.name == "residual"]
-    return tuple(sorted({b for objective in residual for b in objective.budgets or spec.eval_budgets}))
+    budgets: set[float] = set()
+    for variant in spec.variants:
+        if variant.objective.name == "residual":
+            budgets.update(variant.objective.budgets or spec.eval_budgets)
+    return tuple(sorted(budgets))
 
 
 def parallel_layers(count: int, work: Callable[[int], None], device: torch.device) -> None:

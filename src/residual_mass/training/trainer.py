@@ -48,12 +48,13 @@ from residual_mass.training.teacher import FreshPasses, LayerTrace, ReplayedPass
 
 log = logging.getLogger(__name__)
 
-RUN = ("recipe", "variant", "seed")
+RUN_COLUMNS = ("recipe", "variant", "seed")
 """Columns of the log that identify a training."""
-COLUMNS = (*RUN, "step", "seconds", "corpus", "k", "layer", *MEASURES)
+LOG_COLUMNS = (*RUN_COLUMNS, "step", "seconds", "corpus", "k", "layer", *MEASURES)
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Sent by batch systems before they kill a job, and by Ctrl-C."""
-HEADER, DIGEST = "residual_mass_checkpoint", "residual_mass_digest"
+CHECKPOINT_HEADER = "residual_mass_checkpoint"
+CHECKPOINT_DIGEST = "residual_mass_digest"
 
 
 def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], log_csv: Path) -> None:
@@ -75,14 +76,14 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
     if len(out) != len(spec.variants):
         raise ValueError(f"--out has {len(out)} files, but spec.variants has {len(spec.variants)}; give one for each")
     with processes() as group, locked(checkpoint) if group.leads else nullcontext():
-        length, count = tokens_of(spec.length), spec.sequences_per_step
+        length = tokens_of(spec.length)
+        count = spec.sequences_per_step
         if count % group.world:
             raise ValueError(f"phi.sequences_per_step ({count}) must be a multiple of the {group.world} processes")
         backbone = load_backbone(spec.backbone, assets, group.device)
-        corpora = {
-            slot: training_corpus(spec.corpora, backbone.tokenizer, length, spec.seed, assets, slot, count)
-            for slot in range(group.rank, count, group.world)
-        }
+        corpora = {}
+        for slot in range(group.rank, count, group.world):
+            corpora[slot] = training_corpus(spec.corpora, backbone.tokenizer, length, spec.seed, assets, slot, count)
         held_out = held_out_packs(spec, backbone, assets) if group.leads else {}
         trainer = Trainer(spec, backbone, corpora, held_out, group)
         labels = ", ".join(variant.label for variant in spec.variants)
@@ -92,14 +93,18 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
         trainer.train(checkpoint, log_csv)
         if not group.leads:
             return
-        facts = {
-            "device": backbone.device, "processes": group.world, "identity": backbone.identity, "steps": spec.steps,
-            "data_sets": commits_of([HUB[name] for name in (*spec.corpora, *spec.held_out) if name in HUB]),
-        }  # fmt: skip
+        texts = (*spec.corpora, *spec.held_out)
+        how = {
+            "device": backbone.device,
+            "processes": group.world,
+            "identity": backbone.identity,
+            "steps": spec.steps,
+            "data_sets": commits_of([HUB[name] for name in texts if name in HUB]),
+        }
         for learner, path in zip(trainer.learners, out, strict=True):
             learner.maps.save(path)
-            record.write(path, seconds=trainer.seconds_of(learner), **facts)
-        record.write(log_csv, seconds=trainer.seconds, **facts)
+            record.write(path, seconds=trainer.seconds_of(learner), **how)
+        record.write(log_csv, seconds=trainer.seconds, **how)
         checkpoint.unlink(missing_ok=True)
         remove_leftovers(checkpoint)
 
@@ -123,7 +128,8 @@ class Processes(NamedTuple):
         if self.world > 1:
             flat = torch.cat([x.flatten() for x in tensors])
             dist.all_reduce(flat)
-            for x, total in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+            totals = flat.split([x.numel() for x in tensors])
+            for x, total in zip(tensors, totals, strict=True):
                 x.copy_(total.view_as(x))
 
 
@@ -157,18 +163,21 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         self.asked = None
-        handled = (number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
-        self._former = {number: signal.signal(number, self._note) for number in handled}
+        self._handlers = {}
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def take_effect(self) -> None:
         """Raises the signal with its original handler; SIGTERM if only another process received one."""
         number = self.asked or signal.SIGTERM
-        signal.signal(number, self._former.get(number, signal.SIG_DFL))
+        handler = self._handlers.get(number, signal.SIG_DFL)
+        signal.signal(number, handler)
         signal.raise_signal(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -193,13 +202,20 @@ class Trainer:
         group: Processes = ALONE,
     ):
         """`corpora` are those of this process's sequences, by the index of the sequence in a step."""
-        self.spec, self.backbone, self.held_out, self.group = spec, backbone, held_out, group
-        passes = FreshPasses if spec.replay == ReplaySpec(pool=1, reuse=1) else ReplayedPasses
-        self.passes = {slot: passes(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
-        self.step, self.log_rows, self.seconds = 0, [], 0.0
+        self.spec = spec
+        self.backbone = backbone
+        self.held_out = held_out
+        self.group = group
+        kind = FreshPasses if spec.replay == ReplaySpec(pool=1, reuse=1) else ReplayedPasses
+        self.passes = {slot: kind(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
+        self.step = 0
+        self.log_rows: list[dict[str, Any]] = []
+        self.seconds = 0.0
         self.spec_hash = sha256_text(to_json(spec) + backbone.identity)
         self.stop = StopSignals()
-        self.learners = [Learner(spec, variant, backbone.shape, backbone.device) for variant in spec.variants]
+        self.learners = []
+        for variant in spec.variants:
+            self.learners.append(Learner(spec, variant, backbone.shape, backbone.device))
 
     def train(self, checkpoint: Path, log_csv: Path) -> None:
         """Runs to the last step, with progress on stderr and held-out errors in `log_csv`.
@@ -211,11 +227,16 @@ class Trainer:
             self.initialise()
             self._evaluate(log_csv)
         elif self.group.leads:
-            write_text(log_csv, csv_text(COLUMNS, self.log_rows))  # Snakemake deleted it when the job was interrupted
-        with self.stop, tqdm(
-            total=spec.steps, initial=self.step, desc="train phi", unit="step", mininterval=2,
+            self._write_log(log_csv)  # Snakemake deleted it when the job was interrupted
+        progress = tqdm(
+            total=spec.steps,
+            initial=self.step,
+            desc="train phi",
+            unit="step",
+            mininterval=2,
             disable=not self.group.leads,
-        ) as bar:  # fmt: skip
+        )
+        with self.stop, progress as bar:
             while self.step < spec.steps:
                 loss, stopping = self._update(checkpoint)
                 bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
@@ -230,18 +251,24 @@ class Trainer:
 
     def seconds_of(self, learner: Learner) -> float:
         """Returns one variant's training time as if trained alone, without the other variants' own seconds."""
-        return self.seconds - sum(other.seconds for other in self.learners if other is not learner)
+        others = [other for other in self.learners if other is not learner]
+        return self.seconds - sum(other.seconds for other in others)
 
     def initialise(self) -> None:
         """Initialises the maps of every variant; all processes take those of the leading one."""
-        started, spec = time.perf_counter(), self.spec
+        started = time.perf_counter()
+        spec = self.spec
         maps = [learner.maps for learner in self.learners]
-        if calibrated := [phi for phi in maps if phi.map.init == "positive_random_features"]:
-            first_pass = next(iter(self.passes.values())).first()
+        calibrated = [phi for phi in maps if phi.map.init == "positive_random_features"]
+        if calibrated:
+            passes = next(iter(self.passes.values()))
+            traces = passes.first()
             for phi in calibrated:
-                positive_random_features(phi, first_pass, spec.anchors, spec.eval_budgets, spec.seed)
-        for parameter in (p for phi in maps for p in phi.parameters() if self.group.world > 1):
-            dist.broadcast(parameter.data, 0)
+                positive_random_features(phi, traces, spec.anchors, spec.eval_budgets, spec.seed)
+        if self.group.world > 1:
+            for phi in maps:
+                for parameter in phi.parameters():
+                    dist.broadcast(parameter.data, 0)
         self.seconds += time.perf_counter() - started
 
     def _update(self, checkpoint: Path) -> tuple[float, bool]:
@@ -254,11 +281,12 @@ class Trainer:
             for learner in self.learners:
                 learner.backward(layer, trace)
 
-        clock = sum(passes.run(self.step, backward) for passes in self.passes.values())
+        seconds = sum(passes.run(self.step, backward) for passes in self.passes.values())
         worked = [sum(learner.worked) for learner in self.learners]
         for learner, own in zip(self.learners, worked, strict=True):
-            learner.seconds += clock * own / sum(worked)
-            self.group.add_up([p.grad for p in learner.maps.parameters() if p.grad is not None])
+            learner.seconds += seconds * own / sum(worked)
+            gradients = [p.grad for p in learner.maps.parameters() if p.grad is not None]
+            self.group.add_up(gradients)
         stopping = self._require_finite(checkpoint)
         loss = self.learners[0].losses.mean().item() * self.group.world
         for learner in self.learners:
@@ -272,14 +300,18 @@ class Trainer:
         never hold a NaN. Returns whether any process received a stop signal, summed in the same all-reduce.
         """
         problems = {learner.label: learner.problem() for learner in self.learners}
-        flags = torch.tensor([any(problems.values()), self.stop.asked is not None], device=self.backbone.device).float()
+        failed_here = any(problems.values())
+        stopping_here = self.stop.asked is not None
+        flags = torch.tensor([failed_here, stopping_here], device=self.backbone.device).float()
         self.group.add_up([flags])
         failed, stopping = (flags > 0).tolist()
         if not failed:
             return stopping
         for label, problem in problems.items():
             if problem is not None:
-                kept = f"the last checkpoint, {checkpoint}, is kept" if checkpoint.exists() else "no checkpoint yet"
+                kept = "no checkpoint yet"
+                if checkpoint.exists():
+                    kept = f"the last checkpoint, {checkpoint}, is kept"
                 raise ValueError(f"{label}: {problem}, step {self.step} ({kept}); lower phi.learning_rate")
         raise ValueError(f"process {self.group.rank}: another process stopped at step {self.step} and says why")
 
@@ -289,10 +321,16 @@ class Trainer:
             return
         rows: list[dict[str, Any]] = []
         for learner in self.learners:
-            identity = {"recipe": self.spec.name, "variant": learner.label, "seed": self.spec.seed, "step": self.step}
-            identity["seconds"] = f"{self.seconds_of(learner):.1f}"
+            identity = {
+                "recipe": self.spec.name,
+                "variant": learner.label,
+                "seed": self.spec.seed,
+                "step": self.step,
+                "seconds": f"{self.seconds_of(learner):.1f}",
+            }
             for corpus, packs in self.held_out.items():
-                rows += [identity | {"corpus": corpus} | row for row in held_out_rows(learner.maps, packs, self.spec)]
+                for row in held_out_rows(learner.maps, packs, self.spec):
+                    rows.append(identity | {"corpus": corpus} | row)
         for row in rows:
             if row["layer"] == "all":
                 log.info(
@@ -301,7 +339,11 @@ class Trainer:
                     row,
                 )
         self.log_rows += rows
-        write_text(log_csv, csv_text(COLUMNS, self.log_rows))
+        self._write_log(log_csv)
+
+    def _write_log(self, log_csv: Path) -> None:
+        text = csv_text(LOG_COLUMNS, self.log_rows)
+        write_text(log_csv, text)
 
     def save_checkpoint(self, path: Path) -> None:
         """Writes the state from which a run continues as if uninterrupted.
@@ -309,12 +351,17 @@ class Trainer:
         All processes wait for the file: torchrun kills the one that writes it 30 s after another one exits.
         """
         if self.group.leads:
-            tensors = {name: tensor for learner in self.learners for name, tensor in learner.state().items()}
-            facts = {
-                "step": self.step, "spec": self.spec_hash, "log": self.log_rows, "seconds": self.seconds,
+            tensors: dict[str, Tensor] = {}
+            for learner in self.learners:
+                tensors |= learner.state()
+            progress = {
+                "step": self.step,
+                "spec": self.spec_hash,
+                "log": self.log_rows,
+                "seconds": self.seconds,
                 "own_seconds": [learner.seconds for learner in self.learners],
-            }  # fmt: skip
-            write_checkpoint(path, facts, tensors)
+            }
+            write_checkpoint(path, progress, tensors)
         if self.group.world > 1:
             dist.barrier()
 
@@ -326,32 +373,36 @@ class Trainer:
         """
         if not path.exists():
             return
-        facts, tensors = read_checkpoint(path)
-        if facts["spec"] != self.spec_hash:
+        progress, tensors = read_checkpoint(path)
+        if progress["spec"] != self.spec_hash:
             log.info("%s belongs to another spec and is ignored", path)
             return
-        self.step, self.log_rows, self.seconds = facts["step"], facts["log"], facts["seconds"]
-        for learner, seconds in zip(self.learners, facts["own_seconds"], strict=True):
+        self.step = progress["step"]
+        self.log_rows = progress["log"]
+        self.seconds = progress["seconds"]
+        for learner, seconds in zip(self.learners, progress["own_seconds"], strict=True):
             learner.restore(tensors, self.step)
             learner.seconds = seconds
         log.info("resumed from %s at step %d", path, self.step)
 
 
-def write_checkpoint(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_checkpoint(path: Path, progress: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes the file atomically; raises OSError naming it on failure."""
-    header, on_cpu = json.dumps(facts), {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    write_safetensors(path, on_cpu, {HEADER: header, DIGEST: _digest(header, on_cpu)})
+    header = json.dumps(progress)
+    on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    metadata = {CHECKPOINT_HEADER: header, CHECKPOINT_DIGEST: _digest(header, on_cpu)}
+    write_safetensors(path, on_cpu, metadata)
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Reads facts and tensors.
+    """Reads what `write_checkpoint` wrote.
 
     Raises:
         ValueError: the file is damaged; names it.
     """
     metadata, tensors = read_safetensors(path)
-    header = metadata.get(HEADER, "")
-    if metadata.get(DIGEST) != _digest(header, tensors):
+    header = metadata.get(CHECKPOINT_HEADER, "")
+    if metadata.get(CHECKPOINT_DIGEST) != _digest(header, tensors):
         raise ValueError(f"{path}: damaged checkpoint; delete it to train from the beginning")
     return json.loads(header), tensors
 
@@ -360,5 +411,6 @@ def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(header.encode())
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+        numbers = tensors[name].contiguous().flatten()
+        digest.update(numbers.view(torch.uint8).numpy())
     return digest.hexdigest()

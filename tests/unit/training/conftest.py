@@ -16,7 +16,7 @@ from residual_mass.spec.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 from residual_mass.spec.specs import TrainSpec, VariantSpec
 from residual_mass.texts.corpora import Cycle, PackedDocuments
-from residual_mass.training.learner import QUERIES, HeldOut
+from residual_mass.training.learner import HELD_OUT_QUERIES, HeldOut
 from residual_mass.training.teacher import LayerTrace, record_traces, with_targets
 from residual_mass.training.trainer import Trainer
 
@@ -41,14 +41,14 @@ def parameters(trainer: Trainer, learner: int = 0) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="session")
 def held_out(tiny_backbone: Backbone) -> HeldOut:
-    positions = torch.arange(LENGTH, LENGTH + QUERIES)
+    positions = torch.arange(LENGTH, LENGTH + HELD_OUT_QUERIES)
 
     def prefix(trace: LayerTrace) -> LayerTrace:
         keys, values = trace.keys[:, :LENGTH], trace.values[:, :LENGTH]
         cut = replace(trace, keys=keys, values=values, positions=torch.full_like(positions, LENGTH - 1))
         return with_targets(cut, SPEC.anchors, SPEC.eval_budgets)
 
-    ids = corpus(tiny_backbone, LENGTH + QUERIES).sequence(99)
+    ids = corpus(tiny_backbone, LENGTH + HELD_OUT_QUERIES).sequence(99)
     return {"text": [record_traces(tiny_backbone, ids, positions, prefix)]}
 
 

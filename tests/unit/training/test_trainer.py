@@ -34,7 +34,7 @@ from residual_mass.spec.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
 from residual_mass.training.learner import HeldOut, learning_rate, positive_random_features, row_losses
 from residual_mass.training.teacher import LayerTrace, Passes, record_traces
-from residual_mass.training.trainer import COLUMNS, Trainer
+from residual_mass.training.trainer import LOG_COLUMNS, Trainer
 
 Files = tuple[Path, Path]
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
     life.train(checkpoint, files[1])
     assert logged(life) == log
     assert all(torch.equal(p, expected[name]) for name, p in parameters(life).items())
-    assert list(read_csv(files[1], COLUMNS, "train")["step"]) == [str(row["step"]) for row in log]
+    assert list(read_csv(files[1], LOG_COLUMNS, "train")["step"]) == [str(row["step"]) for row in log]
 
 
 def test_a_stop_that_only_another_process_was_asked_for_takes_effect_where_signals_are_ignored() -> None:
@@ -157,7 +157,7 @@ def test_training_lowers_the_held_out_error(make: Make, files: Files, objective:
     variant = replace(OURS, objective=ObjectiveSpec(name=objective, lambda_kl=0.5))
     t = make(variants=(variant,), steps=60, eval_every=20, replay=ReplaySpec(8, 4))
     t.train(*files)
-    rows = read_csv(files[1], COLUMNS, "train").query("layer == 'all'").to_dict("records")
+    rows = read_csv(files[1], LOG_COLUMNS, "train").query("layer == 'all'").to_dict("records")
     first, last = rows[0], rows[-2]
     assert (first["step"], last["step"]) == ("0", "60") and first["k"] == last["k"]
     assert first["e_topk"] == last["e_topk"] and float(first["seconds"]) < float(last["seconds"])
@@ -395,7 +395,7 @@ def test_two_processes_train_what_one_does(assets: Path, tmp_path: Path) -> None
         alone, both = (PhiMaps.load(tmp_path / n / f"{variant.label}.safetensors").state_dict() for n in "12")
         for name, parameter in alone.items():
             torch.testing.assert_close(both[name], parameter, rtol=1e-4, atol=1e-5)
-    alone_log, both_log = (read_csv(tmp_path / n / "log.csv", COLUMNS, "train").to_dict("records") for n in "12")
+    alone_log, both_log = (read_csv(tmp_path / n / "log.csv", LOG_COLUMNS, "train").to_dict("records") for n in "12")
     assert len(alone_log) == len(both_log) == 3 * 2 * 2 * 4  # evaluations, variants, budgets, layers and all
     for ours, expected in zip(both_log, alone_log, strict=True):
         assert float(ours["e_sub"]) == pytest.approx(float(expected["e_sub"]), rel=1e-3)
