@@ -28,12 +28,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from residual_mass.benchmarks.ruler import assets_data, build_examples
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend
-from residual_mass.decode.prefix import retrieved_by
 from residual_mass.decode.session import make_arm
+from residual_mass.decode.terms import retrieved_by
 from residual_mass.decode.text import TextBatch
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
-from residual_mass.measure.latency import Side, filled, random_keys, timed
+from residual_mass.measure.latency import Side, prefilled_cache, random_keys, timed
 from residual_mass.methods import method_named
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
@@ -186,7 +186,7 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
     """Returns by side the printed milliseconds of a step, the bytes kept, and the bytes read; sides take turns."""
 
     def take_turn(side: Side) -> Turn:
-        return timed(backbone.model, side, filled(backbone.model, side, read.layers), 16)
+        return timed(backbone.model, side, prefilled_cache(backbone.model, side, read.layers), 16)
 
     turns = take_turns({side: partial(take_turn, side) for side in sides}, rounds)
     length = read.layers[0][0].shape[2]
@@ -194,7 +194,7 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
     costs = {}
     for side in sides:
         if side.packed:
-            cache = filled(backbone.model, side, read.layers)
+            cache = prefilled_cache(backbone.model, side, read.layers)
             timed(backbone.model, side, cache, 1)  # sets the number of chosen tokens
             kept, reads = cache.nbytes, sum(layer.packed.read_bytes(shape.group) for layer in cache.layers)
         else:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from common import SMOL
-from packed_cache import Side, filled
 
 from residual_mass import partial_decoding
 from residual_mass.decode.verify import Pass
+from residual_mass.measure.latency import Side, prefilled_cache
 from residual_mass.methods import method_named
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
@@ -65,7 +65,7 @@ def times(backbone: Backbone, ids: list[int], read: Prefill, length: int, option
     for _ in range(options.rounds):
         for side, (name, verify, packed) in sides.items():
             method, budget = method_named(name), options.budget / 100
-            cache, extra = filled(backbone, read, Side(method, budget, packed)), {}
+            cache, extra = prefilled_cache(backbone.model, Side(method, budget, packed), read.layers), {}
             if packed or verify:
                 extra["custom_generate"] = partial_decoding(method, budget, verify=verify, passes=passes[side])
             started = time.process_time()

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from residual_mass.core.accounting import attention_scores
 from residual_mass.core.measures import mass_curve
 from residual_mass.core.selection import full_prefix, partition
-from residual_mass.decode.prefix import grouped
+from residual_mass.decode.terms import grouped
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import Pack, ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.files import write_parquet
@@ -106,10 +106,10 @@ def captured(
     return pd.concat(heads), pd.concat(curves)
 
 
-def round_ks(most: int) -> list[int]:
-    """Returns round numbers in ascending order from 1, then `most`."""
-    ks = {most}
-    for power in range(len(str(most))):
+def round_ks(largest: int) -> list[int]:
+    """Returns round numbers in ascending order from 1, then `largest`."""
+    ks = {largest}
+    for power in range(len(str(largest))):
         of_decade = [digit * 10**power for digit in ROUND_DIGITS]
-        ks |= {int(k) for k in of_decade if k < most}
+        ks |= {int(k) for k in of_decade if k < largest}
     return sorted(ks)

@@ -19,7 +19,7 @@ import numpy as np
 from residual_mass.diagnostics.samples import Sample, ratio
 from residual_mass.spec.texts import PROMPT_PACKS
 
-ROUNDING = 1e-6
+ROUNDING_ERROR = 1e-6
 """Relative errors below this are rounding."""
 
 
@@ -50,14 +50,14 @@ class Claim:
         return self.about in ("any", kind)
 
 
-CLAIMS: list[Claim] = []
+PAPER_CLAIMS: list[Claim] = []
 
 
 def claim(shown_in: str, statistic: str, **more: Any) -> Callable[[Callable], Callable]:
-    """Adds a function to CLAIMS."""
+    """Adds a function to PAPER_CLAIMS."""
 
     def add(number: Callable) -> Callable:
-        CLAIMS.append(Claim(number, shown_in, statistic, **more))
+        PAPER_CLAIMS.append(Claim(number, shown_in, statistic, **more))
         return number
 
     return add
@@ -216,13 +216,13 @@ def sub_lowest_everywhere(samples: Sequence[Sample]) -> np.ndarray:
 
 
 @claim(
-    "exact_accounting", f"{ROUNDING:g} minus the largest mean error of ExactSub, over settings and K",
+    "exact_accounting", f"{ROUNDING_ERROR:g} minus the largest mean error of ExactSub, over settings and K",
     one_budget=False, about="all", decimals=".3e",
 )  # fmt: skip
 def exact_sub_is_exact(samples: Sequence[Sample]) -> np.ndarray:
     """With the true residual, subtraction recovers full attention up to rounding."""
     errors = [s.mean("e_exact_sub", budget) for s in samples for budget in s.ks]
-    return ROUNDING - np.stack(errors, axis=1)
+    return ROUNDING_ERROR - np.stack(errors, axis=1)
 
 
 @claim(

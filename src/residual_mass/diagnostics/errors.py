@@ -16,19 +16,16 @@ from torch import Tensor
 from residual_mass.core.accounting import Terms, added, exact_terms, merge
 from residual_mass.core.measures import mass_recovery, mid_entropy, rel_l1, residual_share, score_shape
 from residual_mass.core.selection import full_prefix
-from residual_mass.decode.prefix import (
+from residual_mass.decode.prefix import Map, build_prefix, map_heads, summarise_prefix
+from residual_mass.decode.terms import (
     ArmRows,
-    Map,
     Reading,
     arm_rows,
-    build_prefix,
     grouped,
-    map_heads,
     own_residuals,
     phi_log_mass,
     read_prefix,
     seen_by_residuals,
-    summarise_prefix,
     terms_of,
 )
 from residual_mass.methods import Selector, method_named, state_bytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from residual_mass.diagnostics.claims import CLAIMS, Claim
+from residual_mass.diagnostics.claims import PAPER_CLAIMS, Claim
 from residual_mass.diagnostics.samples import Sample, estimate, text
 from residual_mass.files import csv_text, write_text
 from residual_mass.metrics import budget_text
@@ -73,7 +73,7 @@ def _accounting(as_is: Sample, drawn: Sample) -> Iterator[CsvRow]:
 
 def _claims(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]) -> Iterator[CsvRow]:
     for sample, draws in zip(as_is, drawn, strict=True):
-        applying = [claim for claim in CLAIMS if claim.applies(sample)]
+        applying = [claim for claim in PAPER_CLAIMS if claim.applies(sample)]
         for claim in applying:
             row = _claim(claim, sample, draws, [sample])
             if not row:
@@ -83,7 +83,7 @@ def _claims(spec: FindingsSpec, as_is: Sequence[Sample], drawn: Sequence[Sample]
             corpus = CWE if claim.about == CWE else spec.corpus
             row["primary"] = int(sample.name == f"{corpus} {spec.length}")
             yield row
-    about_all = [claim for claim in CLAIMS if claim.about == "all"]
+    about_all = [claim for claim in PAPER_CLAIMS if claim.about == "all"]
     for claim in about_all:
         row = _claim(claim, as_is, drawn, as_is)
         yield row | {"corpus": ALL_SETTINGS, "length": ALL_SETTINGS, "primary": 1}

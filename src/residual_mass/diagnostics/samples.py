@@ -77,9 +77,11 @@ class Sample:
                 f"{heads}: quartiles need {QUARTILES} heads, the backbone has {count}; leave it out of findings"
             )
         curves = pd.read_parquet(mass, columns=[*CURVE, "c_mid"])
+        first = frame[list(SETTING_COLUMNS)].iloc[0]
         each_head_once = np.ones((1, count))
+        each_pack_once = np.ones((1, frame["pack"].nunique()))
         return cls(
-            facts={name: str(frame[name].iloc[0]) for name in SETTING_COLUMNS},
+            facts=first.astype(str).to_dict(),
             ks=ks,
             cells=cells,
             mass=curves.set_index(CURVE)["c_mid"].unstack("pack"),
@@ -88,7 +90,7 @@ class Sample:
             order=np.argsort(entropies.round(12), kind="stable"),  # as `equal_parts` orders them
             heads=each_head_once,
             stratified=each_head_once,
-            packs=np.ones((1, frame["pack"].nunique())),
+            packs=each_pack_once,
         )
 
     def resampled(self, resamples: int, seed: int) -> Sample:

@@ -283,13 +283,13 @@ class Scored(NamedTuple):
 
 
 def _require_supported(options: Mapping[str, Any]) -> None:
-    given = [name for name in UNSUPPORTED if options.get(name)]
-    if given:
-        raise BadArgument(f"partial_kv does not support {', '.join(given)}: leave {given[0]} out")
+    unsupported = [name for name in UNSUPPORTED if options.get(name)]
+    if unsupported:
+        raise BadArgument(f"partial_kv does not support {', '.join(unsupported)}: leave {unsupported[0]} out")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise BadArgument("partial_kv runs in one process: start it without accelerate launch and torchrun")
 
 
-def _require_whole(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}, not a whole number of at least {least}")
+def _require_whole(name: str, value: int, minimum: int) -> None:
+    if not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} is {value!r}, not a whole number of at least {minimum}")

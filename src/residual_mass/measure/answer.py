@@ -138,17 +138,18 @@ def nothing(measured: Measured) -> str:
 def recipe(measured: Measured, arm: pd.Series) -> str:
     """Returns lines of Python that decode with an arm, for a `model` and its `inputs`."""
     packs = measured.args.weights is not None
-    asked = [f'method="{arm.method}"']
+    arguments = [f'method="{arm.method}"']
     if arm.budget_percent != WHOLE_PERCENT:
-        asked.append(f"budget={arm.budget_percent / 100:g}")
+        arguments.append(f"budget={arm.budget_percent / 100:g}")
     lines = [f"pack_weights(model, bits={measured.args.weights})"] if packs else []
     if arm.backend == TORCH:
         name = "partial_kv"
-        lines += [f"with partial_kv(model, {', '.join(asked)}):", "    output = model.generate(**inputs)"]
+        lines += [f"with partial_kv(model, {', '.join(arguments)}):", "    output = model.generate(**inputs)"]
     else:
         name = "partial_decoding"
-        asked += ["compile=True"] if measured.args.compile else []
-        lines.append(f"output = model.generate(**inputs, custom_generate=partial_decoding({', '.join(asked)}))")
+        if measured.args.compile:
+            arguments.append("compile=True")
+        lines.append(f"output = model.generate(**inputs, custom_generate=partial_decoding({', '.join(arguments)}))")
     imported = f"pack_weights, {name}" if packs else name
     return "\n".join([f"from residual_mass import {imported}", "", *lines])
 
@@ -285,7 +286,7 @@ def basis(measured: Measured) -> Iterator[tuple[str, str]]:
     texts = "1 text" if len(counts) == 1 else f"{len(counts)} texts"
     tokens = f"{total * measured.args.tokens:,} tokens after prompts of {measured.args.prompt_tokens:,}"
     yield "stands on", f"{total} documents of {texts} ({of_texts}), {tokens}"
-    yield from measured.about.items()
+    yield from measured.setup.items()
 
 
 def limits(measured: Measured) -> Iterator[str]:

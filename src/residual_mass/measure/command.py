@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     if args.latency:
         from residual_mass.measure import latency
 
-        text, files = latency.measure(args)
+        text, files = latency.measure_latency(args)
     else:
         from residual_mass.measure.answer import answer_of
         from residual_mass.measure.distances import measure

@@ -79,7 +79,7 @@ class Measured:
         served: what serves the methods here.
         times: of what no row has.
         weights: what packed weights cost by text, as `weights_cost` returns it; None for those of the model.
-        about: facts on model and machine, by name.
+        setup: facts on model, machine and versions, by name.
     """
 
     args: Arguments
@@ -92,7 +92,7 @@ class Measured:
     served: Served
     times: Times
     weights: pd.DataFrame | None
-    about: dict[str, str]
+    setup: dict[str, str]
 
 
 class Models:
@@ -166,7 +166,7 @@ def measure(args: Arguments) -> Measured:
         served=served,
         times=times,
         weights=weights,
-        about=_about(models),
+        setup=_setup(models),
     )
 
 
@@ -200,7 +200,7 @@ def _settings(models: Models, served: Served) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def _about(models: Models) -> dict[str, str]:
+def _setup(models: Models) -> dict[str, str]:
     """Returns what an answer stands on beside its texts: model, weights, machine and versions."""
     spec, model = models.spec, models.measured.model
     weights = spec.dtype
@@ -244,7 +244,7 @@ def _distances(
     if args.phi is not None:
         maps[args.phi.stem] = args.phi
         maps_specs = (MapsSpec(args.phi.stem, args.prompt_tokens),)
-    spec = ForceSpec(
+    force_spec = ForceSpec(
         study=STUDY,
         backbone=models.spec,
         length=args.length,
@@ -263,23 +263,24 @@ def _distances(
     forced = folder / "forced.parquet"
     out = folder / "fidelity.csv"
     store = args.out / STORE_NAME
-    record = Record("force", spec, [])
+    record = Record("force", force_spec, [])
     documents = []
     for text in texts:
-        documents += following(spec, text.name, text.sequences, spec.rows_of_answer)
+        documents += following(force_spec, text.name, text.sequences, force_spec.rows_of_answer)
     identity = models.measured.identity
-    facts = write_forced(spec, documents, identity, lambda: models.measured, maps, store, forced, packed)
+    facts = write_forced(force_spec, documents, identity, lambda: models.measured, maps, store, forced, packed)
     record.write(forced, identity=identity, **facts)
-    about = FidelitySpec(
+    fidelity_spec = FidelitySpec(
         study=STUDY,
-        backbone=spec.backbone,
+        backbone=models.spec,
         length=args.length,
         recipe=RECIPES["fidelity"],
         bootstrap_resamples=RESAMPLES,
         seed=args.seed,
     )
-    fidelity.run(about, forced, out)
-    return _kl_table(args, spec.anchors, out, tail).join(_first_differences(args, forced))
+    fidelity.run(fidelity_spec, forced, out)
+    table = _kl_table(args, force_spec.anchors, out, tail)
+    return table.join(_first_differences(args, forced))
 
 
 def _kl_table(args: Arguments, anchors: AnchorSpec, result: Path, tail: str) -> pd.DataFrame:

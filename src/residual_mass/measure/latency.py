@@ -67,7 +67,7 @@ class Side:
         return f"{self.method.name}, {100 * self.budget:g} %"
 
 
-def measure(args: Arguments) -> tuple[str, list[Path]]:
+def measure_latency(args: Arguments) -> tuple[str, list[Path]]:
     """Times all sides at all lengths of `--latency`.
 
     Returns:
@@ -90,7 +90,7 @@ def measure(args: Arguments) -> tuple[str, list[Path]]:
 
         def take_turn(name: str, length: int) -> Turn:
             progress.set_postfix_str(f"{name}, {length:,} tokens")
-            cache = filled(model, chosen[name], random_keys(model, length))
+            cache = prefilled_cache(model, chosen[name], random_keys(model, length))
             kept_mib[name, length] = bytes_of(cache) / 2**20
             seconds = timed(model, chosen[name], cache, STEPS)
             progress.update()
@@ -148,7 +148,7 @@ def random_keys(model: PreTrainedModel, length: int) -> LayerKeys:
     return layers
 
 
-def filled(model: PreTrainedModel, side: Side, layers: LayerKeys) -> Cache:
+def prefilled_cache(model: PreTrainedModel, side: Side, layers: LayerKeys) -> Cache:
     """Returns the cache of a side that holds a prompt."""
     if side.packed:
         cache = PackedCache(model, side.method)

@@ -25,7 +25,7 @@ from residual_mass.measure.latency import (
     LayerKeys,
     Side,
     bytes_of,
-    filled,
+    prefilled_cache,
     random_keys,
     timed_after,
     timed_drafts,
@@ -118,7 +118,7 @@ class Run:
         self.model = model
         self.side = side
         self.ids = ids
-        self.cache = None if reads or not layers else filled(model, side, layers)
+        self.cache = None if reads or not layers else prefilled_cache(model, side, layers)
         self.mib = math.nan
         if self.cache is not None:
             self.mib = bytes_of(self.cache) / 2**20
@@ -281,7 +281,7 @@ class Timer:
         passes: list[Pass] = []
         for document in documents:
             ids = self.prompt(document)
-            cache = filled(self.model, side, keys_of(self.model, ids))
+            cache = prefilled_cache(self.model, side, keys_of(self.model, ids))
             passes += timed_drafts(self.model, side, ids, cache, DRAFTS, DRAFTED_TEXT)
         passes = [each for each in passes if each.drafted]
         drafted = sum(each.drafted for each in passes) / len(passes)

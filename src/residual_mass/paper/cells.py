@@ -36,12 +36,12 @@ PLACEMENT = ("own", "printed", *CELL_LAYOUT)
 # ---- places ----------------------------------------------------------------------------------------------------------
 
 
-def cross(*parts: pd.DataFrame) -> pd.DataFrame:
+def cross_join(*parts: pd.DataFrame) -> pd.DataFrame:
     """Returns every combination of the rows of all parts; the last part varies fastest."""
     return functools.reduce(lambda left, right: left.merge(right, how="cross"), parts)
 
 
-def part(layout: str, titles: Iterable[str], **fixed: Iterable[Any]) -> pd.DataFrame:
+def layout_part(layout: str, titles: Iterable[str], **fixed: Iterable[Any]) -> pd.DataFrame:
     """Returns one part of a table, such as its blocks: titles, and the fields that they fix."""
     fields = {name: list(values) for name, values in fixed.items()}
     return pd.DataFrame({layout: list(titles), **fields})

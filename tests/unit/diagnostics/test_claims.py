@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 from tests.unit.diagnostics.slow_claims import SETTINGS, make_rows, read, slow_claims, slow_draws, slow_joint_claims
 
-from residual_mass.diagnostics.claims import CLAIMS, Claim
+from residual_mass.diagnostics.claims import PAPER_CLAIMS, Claim
 from residual_mass.diagnostics.samples import estimate
 
-CLAIM = {claim.name: claim for claim in CLAIMS}
+CLAIM = {claim.name: claim for claim in PAPER_CLAIMS}
 
 
 def the_one(claim: Claim, data: object) -> np.ndarray:
@@ -45,10 +45,10 @@ def test_numbers_are_those_of_the_drawn_rows(change: str, tmp_path: Path) -> Non
     as_is = read(tmp_path, files)
     for samples in (as_is, [sample.resampled(5, seed=3) for sample in as_is]):
         draws = [slow_draws(pair, sample) for pair, sample in zip(files, samples, strict=True)]
-        about_all = {claim.name for claim in CLAIMS if claim.about == "all"}
+        about_all = {claim.name for claim in PAPER_CLAIMS if claim.about == "all"}
         settings = [(about_all, samples, [slow_joint_claims(of_draw) for of_draw in zip(*draws, strict=True)])]
         for of_setting, sample in zip(draws, samples, strict=True):
-            applying = {claim.name for claim in CLAIMS if claim.applies(sample)}
+            applying = {claim.name for claim in PAPER_CLAIMS if claim.applies(sample)}
             settings.append((applying, sample, [slow_claims(draw) for draw in of_setting]))
         for names, data, expected in settings:
             assert names == set(expected[0])

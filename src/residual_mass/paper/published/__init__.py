@@ -68,6 +68,7 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
 
     budgets = found["budget_percent"].dropna() if "budget_percent" in found else ()
     backbones = distinct("backbone")
+    titles = {name: MODELS[name].split("/")[-1] for name in backbones}
     length = "context" if stage == "runtime" else "length"
     spec = TableSpec(
         study=PUBLISHED,
@@ -77,6 +78,6 @@ def results(label: str) -> tuple[dict[str, pd.DataFrame], TableSpec]:
         budgets=tuple(dict.fromkeys(budgets)),
         benchmarks=distinct("benchmark"),
         maps=distinct("maps"),
-        backbone_titles={name: MODELS[name].split("/")[-1] for name in backbones},
+        backbone_titles=titles,
     )
     return {stage: found}, spec

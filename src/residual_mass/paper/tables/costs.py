@@ -10,7 +10,7 @@ import pandas as pd
 
 from residual_mass.metrics import budget_text
 from residual_mass.paper import published
-from residual_mass.paper.cells import best, cross, join_results, part, with_empty_texts, with_values
+from residual_mass.paper.cells import best, cross_join, join_results, layout_part, with_empty_texts, with_values
 from residual_mass.paper.digits import DASH, format_steps
 from residual_mass.paper.tables.layout import RUNTIME_PREFIX, Rows, lengths, middle_budget, table
 from residual_mass.paper.titles import METHOD_TITLES, OWN_ROW, method_title, text_title
@@ -48,11 +48,11 @@ def exact_accounting(rows: Rows, show: TableSpec) -> pd.DataFrame:
     several = len(show.backbones) > 1
     titles = [show.backbone_titles[name] if several else "" for name in show.backbones]
     corpora = dict.fromkeys(findings["corpus"])
-    cells = cross(
-        part("block", titles, backbone=show.backbones),
-        part("length", show.lengths),
-        part("corpus", corpora),
-        part("column", ACCOUNTING_TITLES.values(), quantity=ACCOUNTING_TITLES),
+    cells = cross_join(
+        layout_part("block", titles, backbone=show.backbones),
+        layout_part("length", show.lengths),
+        layout_part("corpus", corpora),
+        layout_part("column", ACCOUNTING_TITLES.values(), quantity=ACCOUNTING_TITLES),
     )
     cells = cells.assign(budget_percent=middle_budget(show))
     cells = with_values(join_results(cells, findings))
@@ -80,8 +80,8 @@ def phi_param_count(rows: Rows, show: TableSpec) -> pd.DataFrame:
     maps["d_emb"] = maps["d_emb"].where(maps["kind"] == "rezero")
     titles = maps["backbone"].map(show.backbone_titles)
     maps["row"] = titles + " / " + maps["d_phi"].astype(str)
-    columns = part("column", PARAMETER_TITLES.values(), quantity=PARAMETER_TITLES)
-    return with_values(cross(maps, columns))
+    columns = layout_part("column", PARAMETER_TITLES.values(), quantity=PARAMETER_TITLES)
+    return with_values(cross_join(maps, columns))
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ def training_cost_64k(rows: Rows, show: TableSpec) -> pd.DataFrame:
             lines.append(logs[logs["backbone"] == backbone])
             lines.append(theirs[same].assign(backbone=backbone))
     efforts = with_empty_texts(pd.concat(lines, ignore_index=True))
-    columns = part("column", titles.values(), quantity=titles)
-    cells = with_values(cross(efforts, columns))
+    columns = layout_part("column", titles.values(), quantity=titles)
+    cells = with_values(cross_join(efforts, columns))
     from_paper = cells["study"] == PUBLISHED
     in_hours = cells["value"].map("{:g} h".format)
     text = cells["text"].mask(from_paper & (cells["quantity"] == "wall_clock_h"), in_hours)
@@ -198,7 +198,7 @@ def _method_columns(found: pd.DataFrame) -> pd.DataFrame:
     in_columns = found["implementation"] != "kernels"
     methods = list(dict.fromkeys([*PAPER_METHODS, *found.loc[in_columns, "method"]]))
     titles = [method_title(name) + OWN_ROW * (name not in PAPER_METHODS) for name in methods]
-    return part("column", titles, method=methods)
+    return layout_part("column", titles, method=methods)
 
 
 def _published_latencies(model: str, columns: pd.DataFrame) -> Iterator[pd.DataFrame]:
@@ -221,7 +221,7 @@ def _over_floor(found: pd.DataFrame) -> pd.Series:
 def _latencies(found: pd.DataFrame, columns: pd.DataFrame, show: TableSpec, quantities: Sequence[str]) -> pd.DataFrame:
     """Returns one block: contexts by methods, with the quantities of a measurement in one field."""
     first = found.iloc[0]
-    places = cross(lengths(show, "row"), columns, part("quantity", quantities))
+    places = cross_join(lengths(show, "row"), columns, layout_part("quantity", quantities))
     places = places.assign(implementation=first["implementation"], batch=first["batch"], backbone=first["backbone"])
     found = found.rename(columns={"context": "length"})
     cells = join_results(places, found, absent=True)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from residual_mass.metrics import budget_text, written_budget
 from residual_mass.paper import published
-from residual_mass.paper.cells import COMMON, PLACEMENT, cross, part
+from residual_mass.paper.cells import COMMON, PLACEMENT, cross_join, layout_part
 from residual_mass.paper.frames import typed
 from residual_mass.paper.titles import OWN_ROW, method_title, text_title
 from residual_mass.spec.labels import PAPER_METHODS
@@ -89,19 +89,19 @@ def find(label: str) -> Table:
 
 def backbones(show: TableSpec) -> pd.DataFrame:
     titles = [show.backbone_titles[name] for name in show.backbones]
-    return part("group", titles, backbone=show.backbones)
+    return layout_part("group", titles, backbone=show.backbones)
 
 
 def backbones_by_text(show: TableSpec, corpora: Iterable[str]) -> pd.DataFrame:
     """Returns a group of columns per backbone and text."""
-    groups = cross(backbones(show), part("corpus", dict.fromkeys(corpora)))
+    groups = cross_join(backbones(show), layout_part("corpus", dict.fromkeys(corpora)))
     texts = groups["corpus"].map(text_title)
     return groups.assign(group=groups["group"] + "\n" + texts)
 
 
 def budgets(show: TableSpec) -> pd.DataFrame:
     percents = [written_budget(budget) for budget in show.budgets]
-    return part("column", map(budget_title, percents), budget_percent=percents)
+    return layout_part("column", map(budget_title, percents), budget_percent=percents)
 
 
 def budget_title(percent: float) -> str:
@@ -116,7 +116,7 @@ def middle_budget(show: TableSpec | ReportSpec) -> float:
 
 
 def lengths(show: TableSpec, layout: str = "column") -> pd.DataFrame:
-    return part(layout, show.lengths, length=show.lengths)
+    return layout_part(layout, show.lengths, length=show.lengths)
 
 
 def method_rows(show: TableSpec) -> pd.DataFrame:
@@ -124,7 +124,7 @@ def method_rows(show: TableSpec) -> pd.DataFrame:
     own = dict.fromkeys(PAPER_METHODS, False)
     own |= dict.fromkeys(show.own_methods, True)
     titles = [method_title(name) + OWN_ROW * own[name] for name in own]
-    return part("row", titles, method=own, own=own.values())
+    return layout_part("row", titles, method=own, own=own.values())
 
 
 def map_rows(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
@@ -135,7 +135,7 @@ def map_rows(show: TableSpec, title: Callable[[str], str]) -> pd.DataFrame:
         own = {maps: length_and_variant(maps)[1] not in theirs for maps in show.maps}
     names = sorted(show.maps, key=own.__getitem__)
     titles = [title(name) + OWN_ROW * own[name] for name in names]
-    maps = part("row", titles, maps=names, own=[own[name] for name in names])
+    maps = layout_part("row", titles, maps=names, own=[own[name] for name in names])
     maps = maps.assign(method="topk_phi")
     methods = method_rows(show).assign(maps="")
     without_maps = methods[:2]

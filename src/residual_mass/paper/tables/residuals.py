@@ -9,7 +9,15 @@ import pandas as pd
 from residual_mass.methods import METHODS
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
-from residual_mass.paper.cells import ALL_TASKS, best, cross, join_results, part, with_empty_texts, with_values
+from residual_mass.paper.cells import (
+    ALL_TASKS,
+    best,
+    cross_join,
+    join_results,
+    layout_part,
+    with_empty_texts,
+    with_values,
+)
 from residual_mass.paper.digits import in_mathematics
 from residual_mass.paper.tables.layout import (
     Rows,
@@ -69,18 +77,18 @@ def residual_estimators(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Errors of attention outputs and of the residual's mass, KL of the next token, and costs: a grid each."""
     errors = method_comparison(rows)
     methods = list(dict.fromkeys(errors["method"]))
-    lines = part("row", map(method_title, methods), method=methods)
-    grids = part("grid", ERROR_GRIDS.values(), quantity=ERROR_GRIDS)
+    lines = layout_part("row", map(method_title, methods), method=methods)
+    grids = layout_part("grid", ERROR_GRIDS.values(), quantity=ERROR_GRIDS)
     if errors[KL.name].isna().all():
         grids = grids[grids["quantity"] != KL.name]
     groups = backbones_by_text(show, errors["corpus"])
-    places = cross(grids, lengths(show, "block"), lines, groups, budgets(show))
+    places = cross_join(grids, lengths(show, "block"), lines, groups, budgets(show))
     cells = _with_sources(join_results(places, errors))
     competing = ~cells["method"].isin(ORACLES) & (cells["quantity"] != "log_z_error")
     bold = best(cells, competing, ["quantity", "backbone", "corpus", "length", "budget_percent"], False)
     cells = cells.assign(bold=bold, printed=in_mathematics(cells))
-    columns = part("column", COSTS.values(), quantity=COSTS)
-    places = cross(lengths(show, "block"), lines, backbones(show), columns)
+    columns = layout_part("column", COSTS.values(), quantity=COSTS)
+    places = cross_join(lengths(show, "block"), lines, backbones(show), columns)
     places["grid"] = "State per KV head and layer, and training"
     once = errors.drop_duplicates(["backbone", "length", "method"])
     once = once.drop(columns=["corpus", "budget_percent"])
@@ -100,8 +108,8 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     budgets.
     """
     errors = method_comparison(rows)
-    texts = part("corpus", dict.fromkeys(errors["corpus"]))
-    places = cross(backbones(show), lengths(show, "block"), texts)
+    texts = layout_part("corpus", dict.fromkeys(errors["corpus"]))
+    places = cross_join(backbones(show), lengths(show, "block"), texts)
     place = ["backbone", "length", "corpus"]
     measured = errors[errors[KL.name].notna()].groupby(place, sort=False)
     shown = places[place].itertuples(index=False, name=None)
@@ -117,8 +125,8 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
     lines["block"] = lines["corpus"].map(text_title)
     lines["group"] = lines["backbone"].map(show.backbone_titles) + ", " + lines["length"]
     lines["grid"] = lines["group"]
-    columns = part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)
-    cells = _with_sources(cross(lines, columns))
+    columns = layout_part("column", DEPLOYABLE.values(), quantity=DEPLOYABLE)
+    cells = _with_sources(cross_join(lines, columns))
     of_budgets = cells["budget_percent"].map(budget_title)
     cells["text"] = cells["text"].mask(cells["quantity"] == "", of_budgets)
     return cells.assign(printed=_with_brackets(cells), own=cells["front"] == 0)

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from residual_mass.metrics import FIRST, KEPT, KL, LOG_PPL_RATIO, METRICS, NLL, SAME_TOP, Metric
-from residual_mass.paper.cells import ALL_TASKS, best, cross, join_results, part, with_gains
+from residual_mass.paper.cells import ALL_TASKS, best, cross_join, join_results, layout_part, with_gains
 from residual_mass.paper.digits import in_mathematics, texts
 from residual_mass.paper.tables.layout import (
     Rows,
@@ -48,7 +48,7 @@ fidelity_table = functools.partial(table, keys=FIDELITY_KEYS, extra="tokens k_me
 def natural_main(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """LongBench's tasks and methods by budgets."""
     tasks = BENCHMARKS["longbench"]
-    blocks = part("block", (task.title for task in tasks), task=(task.name for task in tasks))
+    blocks = layout_part("block", (task.title for task in tasks), task=(task.name for task in tasks))
     blocks = blocks.assign(benchmark="longbench", length=show.lengths[0])
     return scores(rows, show, blocks, budgets(show))
 
@@ -57,7 +57,7 @@ def natural_main(rows: Rows, show: TableSpec) -> pd.DataFrame:
 def stress_1pct(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Benchmarks by lengths, at the middle budget, which is 1 % in the paper."""
     names = ("ruler", "babilong")
-    blocks = part("block", map(text_title, names), benchmark=names)
+    blocks = layout_part("block", map(text_title, names), benchmark=names)
     blocks = blocks.assign(budget_percent=middle_budget(show))
     return scores(rows, show, blocks, lengths(show))
 
@@ -81,7 +81,7 @@ def cross_length_mismatch(rows: Rows, show: TableSpec) -> pd.DataFrame:
     """Training lengths of maps by lengths of evaluation. As in the paper, nothing is bold, because the rows do not
     compete.
     """
-    block = part("block", [""], benchmark=["ruler"], budget_percent=[middle_budget(show)])
+    block = layout_part("block", [""], benchmark=["ruler"], budget_percent=[middle_budget(show)])
     lines = map_rows(show, trained_at_title)
     return scores(rows, show, block, lengths(show), lines).assign(bold=False)
 
@@ -103,8 +103,8 @@ def ablation(rows: Rows, show: TableSpec, title: Callable[[str], str]) -> pd.Dat
     (length,) = show.lengths
     names = [name for name in ("ruler", "babilong") if name in show.benchmarks]
     titles = [f"{text_title(name)} {length}" for name in names]
-    columns = part("column", titles, benchmark=names)
-    block = part("block", [""], length=[length], budget_percent=[middle_budget(show)])
+    columns = layout_part("column", titles, benchmark=names)
+    block = layout_part("block", [""], length=[length], budget_percent=[middle_budget(show)])
     return scores(rows, show, block, columns, map_rows(show, title))
 
 
@@ -113,7 +113,7 @@ def scores(
 ) -> pd.DataFrame:
     """Returns scores: blocks of `lines`, by default the methods, by a group of columns per backbone."""
     lines = method_rows(show) if lines is None else lines
-    cells = cross(blocks, lines, backbones(show), columns)
+    cells = cross_join(blocks, lines, backbones(show), columns)
     cells = cells.assign(task=cells.get("task", ALL_TASKS), grid="")
     cells = without_budget(cells)
     absent = pd.Series([not _evaluated(cell, show) for cell in cells.to_dict("records")])
@@ -196,7 +196,7 @@ def fidelity_answers(rows: Rows, show: TableSpec) -> pd.DataFrame:
         asked += [(name, length) for length in show.lengths_of.get(name, show.lengths)]
     titles = [f"{text_title(name)} {length}" for name, length in asked]
     names = [name for name, _ in asked]
-    blocks = part("block", titles, benchmark=names, length=[length for _, length in asked])
+    blocks = layout_part("block", titles, benchmark=names, length=[length for _, length in asked])
     blocks = blocks.assign(corpus="")
     return _distance_cells(forced, show, (NLL, FIRST, KEPT), blocks, backbones(show), "examples")
 
@@ -225,8 +225,8 @@ def _distance_cells(
         title = metric.title[0].upper() + metric.title[1:]
         if metric.unit:
             title = f"{title}, {metric.unit}"
-        grid = part("grid", [title], quantity=[metric.name])
-        grids.append(cross(grid, blocks, shown, groups, budgets(show)))
+        grid = layout_part("grid", [title], quantity=[metric.name])
+        grids.append(cross_join(grid, blocks, shown, groups, budgets(show)))
     cells = pd.concat(grids, ignore_index=True).assign(task=forced["task"].iloc[0])
     cells = without_budget(cells)
     arm = ["backbone", "method", "arm_maps"]
