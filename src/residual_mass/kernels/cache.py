@@ -13,44 +13,31 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from residual_mass.kernels.buffers import SIZES, require_buffers, require_places, require_sizes, shapes_of
 from residual_mass.kernels.layout import BLOCK, bytes_read
 from residual_mass.kernels.library import WIDTHS, Buffers, Library, Views, views
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
+Count = TypeVar("Count", int, Tensor)
 
-ROUNDS = 6
-"""Rounds of Lloyd's algorithm."""
-SAMPLE = 2048
+CLUSTER_ROUNDS = 6
+"""Rounds of Lloyd's algorithm in the kernels."""
+CLUSTER_SAMPLE = 2048
 """Tokens that Lloyd's algorithm runs on."""
 LOG2_E = 1.4426950408889634
-DTYPES = (torch.float32, torch.bfloat16)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 """Of keys, values and queries that the kernels read."""
-NUMBERS = (
-    "batch",
-    "heads",
-    "width",
-    "bits",
-    "clusters",
-    "sink",
-    "tail",
-    "room",
-    "blocks",
-    "segments",
-    "residual",
-    "summed",
-)
-"""Attributes of a `LayerCache` that its saved state has beside the tensors."""
 
 
-def outside_autograd(method: Method) -> Method:
-    """Runs a method that writes to buffers without gradients, and outside of `torch.inference_mode`, of which tensors
+def outside_autograd(function: Function) -> Function:
+    """Runs a function that writes to buffers without gradients, and outside of `torch.inference_mode`, of which tensors
     cannot be written to later.
     """
 
-    @functools.wraps(method)
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad():
-            return method(*args, **kwargs)
+            return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
 
@@ -66,6 +53,16 @@ class LayerCache:
     The float32 tokens are the first `sink` and the last `tail` of each row, and all added tokens. When their buffer is
     full, the oldest `BLOCK` of them after the sinks become a new block. Tokens that join the blocks get clusters of
     their own: of S, as large a share as the new tokens are of all tokens in the blocks then, rounded up.
+
+    `step`, `attend` and `read` add T tokens to every row, and return the attention of their queries, [B, T, H G, D] in
+    the dtype of the queries. They take:
+
+        query: [B, H G, T, D], in the order of the tokens.
+        key, value: [B, H, T, D].
+        scale: of scores.
+        threads: number of threads, torch's if None. The results do not depend on it.
+        log_mass: [B, T, H G] float32, to which the logarithm of the sum of all softmax terms is written, to merge
+            outputs with those over other tokens.
     """
 
     @outside_autograd
@@ -109,13 +106,19 @@ class LayerCache:
             raise ValueError(f"clusters is {clusters}, not 1 or more")
         if room < BLOCK:
             raise ValueError(f"room is {room}, not a block of {BLOCK} tokens or more")
-        self.library, self.bits, self.sink, self.tail, self.width = library, bits, sink, tail, width
-        self.batch, self.heads, self.clusters = batch, heads, clusters
         tokens = [length - start for start in first]
         middle = [max(0, count - sink - tail) for count in tokens]
-        self.blocks = max(-(-max(middle, default=0) // BLOCK), 1)
-        self.segments = clusters if bits == 4 else 0
+        self.library = library
+        self.batch = batch
+        self.heads = heads
+        self.width = width
+        self.bits = bits
+        self.clusters = clusters
+        self.sink = sink
+        self.tail = tail
         self.room = sink + tail + room
+        self.blocks = max(_blocks_of(max(middle, default=0)), 1)
+        self.segments = clusters if bits == 4 else 0
         self.residual = residual and bits == 4
         self.summed = False
         """Whether `covariance` is kept. Until tokens join those of the prompt, `slope` is all there is."""
@@ -128,23 +131,27 @@ class LayerCache:
         self.slots.copy_(_integers(middle))
         self.recents.copy_(self.counted - self.slots)
         for row, start in enumerate(first):
-            inner = slice(start + sink, start + sink + middle[row])
-            columns = torch.arange(start, length, device="cpu")
-            ends = columns[(columns < inner.start) | (columns >= inner.stop)]
-            self.recent[row, :, : len(ends)] = torch.stack((keys[row][:, ends], values[row][:, ends]), 2)
-            if middle[row]:
-                self._write(row, 0, keys[row, :, inner], values[row, :, inner])
+            self._pack_prompt(row, keys[row, :, start:], values[row, :, start:])
+
+    def _pack_prompt(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Packs the prompt [H, n, D] of a row: both ends in float32, the tokens between them in blocks."""
+        middle = int(self.slots[row])
+        inner = slice(self.sink, self.sink + middle)
+        for i, x in enumerate((keys, values)):
+            ends = torch.cat((x[:, : inner.start], x[:, inner.stop :]), 1)
+            self.recent[row, :, : ends.shape[1], i] = ends
+        if middle:
+            self._write(row, 0, keys[:, inner], values[:, inner])
 
     @property
     def bytes(self) -> int:
         """Bytes of the cache in memory."""
-        return sum(x.numel() * x.element_size() for x in vars(self).values() if isinstance(x, Tensor))
+        return sum(x.nbytes for x in vars(self).values() if isinstance(x, Tensor))
 
     def read_bytes(self, group: int) -> int:
         """Returns the bytes that a step with `group` query heads per KV head reads, as `bytes_read` counts them."""
-        in_blocks = self.slots - self.gap.diff().squeeze(1)
-        chosen = group * torch.minimum(self.k, in_blocks)
-        blocks = -(-self.slots // BLOCK)
+        chosen = group * torch.minimum(self.k, self._in_blocks)
+        blocks = _blocks_of(self.slots)
         clusters = self.segments if self.residual else 0
         total = 0
         for ends, used, rows in torch.stack((self.recents, blocks, chosen), 1).tolist():
@@ -152,9 +159,14 @@ class LayerCache:
         return self.heads * total
 
     @property
+    def _in_blocks(self) -> Tensor:
+        """[B], tokens of the rows in blocks."""
+        return self.slots - self.gap.diff().squeeze(1)
+
+    @property
     def tokens(self) -> list[int]:
         """Number of tokens in each row."""
-        return (self.slots - self.gap.diff().squeeze(1) + self.recents).tolist()
+        return (self._in_blocks + self.recents).tolist()
 
     def choose(self, k: Callable[[int], int], residual: bool) -> None:
         """Sets how many tokens a query head reads exactly from planes, and whether to estimate the others.
@@ -170,31 +182,35 @@ class LayerCache:
 
     def _set_k(self) -> None:
         if self._rule is not None:
-            self.k.copy_(_integers([self._rule(count) for count in self.counted.tolist()]))
+            k = [self._rule(count) for count in self.counted.tolist()]
+            self.k.copy_(_integers(k))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Returns the tensors and the numbers that `restored` takes."""
-        return {name: getattr(self, name) for name in self._shapes()}, {
-            name: int(getattr(self, name)) for name in NUMBERS
-        }
+        """Returns the buffers and the sizes that `restored` takes."""
+        sizes = self._sizes()
+        buffers = {name: getattr(self, name) for name in shapes_of(sizes)}
+        return buffers, sizes
 
     @classmethod
     @outside_autograd
-    def restored(cls, library: Library, tensors: Mapping[str, Tensor], numbers: Mapping[str, int]) -> LayerCache:
+    def restored(cls, library: Library, buffers: Mapping[str, Tensor], sizes: Mapping[str, int]) -> LayerCache:
         """Restores a cache from the output of `state`, with buffers of its own.
 
         Raises:
-            ValueError: they are not what `state` returns; says which tensor or number is at fault, and how.
+            ValueError: they are not what `state` returns; says which buffer or size is at fault, and how.
         """
-        _check_numbers(numbers)
+        require_sizes(sizes)
+        require_buffers(buffers, shapes_of(sizes))
+        require_places(buffers, sizes)
         cache = cls.__new__(cls)
-        vars(cache).update(numbers, residual=bool(numbers["residual"]), summed=bool(numbers["summed"]))
         cache.library = library
         cache._buffers = None
         cache._rule = None
-        _check_buffers(tensors, cache._shapes())
-        vars(cache).update({name: x.clone() for name, x in tensors.items()})
-        cache._check_places()
+        vars(cache).update(sizes)
+        cache.residual = bool(sizes["residual"])
+        cache.summed = bool(sizes["summed"])
+        for name, buffer in buffers.items():
+            setattr(cache, name, buffer.clone())
         return cache
 
     @outside_autograd
@@ -219,7 +235,8 @@ class LayerCache:
         Raises:
             ValueError: `count` is larger than the number of float32 tokens after the sinks.
         """
-        most = int((self.recents - self.sink * (self.slots > 0)).min())
+        sinks = self.sink * (self.slots > 0)
+        most = int((self.recents - sinks).min())
         if count > most:
             raise ValueError(f"only the last {most} tokens of a packed cache can be removed, not {count}")
         self.recents -= count
@@ -233,19 +250,7 @@ class LayerCache:
         threads: int | None = None,
         log_mass: Tensor | None = None,
     ) -> Tensor:
-        """Adds one token per row, in float32 until more tokens are added, and computes the attention of its query.
-
-        Args:
-            query: [B, H G, 1, D].
-            key, value: [B, H, 1, D].
-            scale: of scores.
-            threads: number of threads, torch's if None. The results do not depend on it.
-            log_mass: [B, 1, H G] float32, to which the logarithm of the sum of all softmax terms is written, to merge
-                outputs with those over other tokens.
-
-        Returns:
-            Outputs [B, 1, H G, D] in the dtype of the query.
-        """
+        """Adds one token per row, in float32 until more tokens are added, and computes its attention by the method."""
         return self._attend(False, query, key, value, scale, threads, log_mass)
 
     def attend(
@@ -259,15 +264,6 @@ class LayerCache:
     ) -> Tensor:
         """Adds up to a block of tokens per row, as `step`, and computes their full attention: each reads all tokens up
         to itself, with both planes. A block of tokens is read once for all queries.
-
-        Args:
-            query: [B, H G, T, D], in the order of the tokens.
-            key, value: [B, H, T, D].
-            scale, threads: as for `step`.
-            log_mass: [B, T, H G], as for `step`.
-
-        Returns:
-            Outputs [B, T, H G, D] in the dtype of the query.
 
         Raises:
             ValueError: more tokens than a block has.
@@ -285,24 +281,39 @@ class LayerCache:
         log_mass: Tensor | None = None,
     ) -> Tensor:
         """Adds the tokens of a further turn, any number, and computes their full attention. Those that join the blocks
-        are clustered together at the end. Arguments and results are those of `attend`.
+        are clustered together at the end.
         """
-        before, counts, slots = self.recent.clone(), self.recents.tolist(), self.slots.tolist()
+        before = self.recent.clone()
+        recents_before = self.recents.tolist()
+        slots_before = self.slots.tolist()
         outputs = []
         for start in range(0, key.shape[2], BLOCK):
             piece = slice(start, start + BLOCK)
-            new = [x[:, :, piece] for x in (query, key, value)]
-            self._make_room(new[0].shape[2], clustered=False)
-            outputs.append(self.attend(*new, scale, threads, None if log_mass is None else log_mass[:, piece]))
-        for row, (count, old) in enumerate(zip(counts, slots, strict=True)):
-            place = -(-old // BLOCK) * BLOCK
-            joined = slice(self.sink, self.sink + int(self.slots[row]) - place)
-            if self.bits == 4 and int(self.slots[row]) > old:
-                both = (torch.cat((before[row, :, :count, i], x[row].float()), 1) for i, x in enumerate((key, value)))
-                self._write(row, place, *(x[:, joined] for x in both))
+            new_key = key[:, :, piece]
+            new_mass = None if log_mass is None else log_mass[:, piece]
+            self._make_room(new_key.shape[2], clustered=False)
+            outputs.append(self.attend(query[:, :, piece], new_key, value[:, :, piece], scale, threads, new_mass))
+        if self.bits == 4:
+            for row, (recents, slots) in enumerate(zip(recents_before, slots_before, strict=True)):
+                if int(self.slots[row]) > slots:
+                    keys = torch.cat((before[row, :, :recents, 0], key[row].float()), 1)
+                    values = torch.cat((before[row, :, :recents, 1], value[row].float()), 1)
+                    self._write_joined(row, slots, keys, values)
         self.counted.copy_(_integers(self.tokens))
         self._set_k()
         return torch.cat(outputs, 1)
+
+    def _write_joined(self, row: int, slots: int, keys: Tensor, values: Tensor) -> None:
+        """Writes the blocks of a further turn once more, in clusters.
+
+        Args:
+            slots: places that were taken before the turn.
+            keys, values: [H, n, D], the row's tokens that were in float32 then, and those of the turn.
+        """
+        place = _blocks_of(slots) * BLOCK
+        num_joined = int(self.slots[row]) - place
+        joined = slice(self.sink, self.sink + num_joined)  # the oldest after the sinks
+        self._write(row, place, keys[:, joined], values[:, joined])
 
     def _attend(
         self,
@@ -315,16 +326,17 @@ class LayerCache:
         log_mass: Tensor | None,
     ) -> Tensor:
         dtype = query.dtype
-        if dtype not in DTYPES or key.dtype != dtype or value.dtype != dtype:
-            wide = (x.float() for x in (query, key, value))
-            return self._attend(full, *wide, scale, threads, log_mass).to(dtype)
+        if dtype not in KERNEL_DTYPES or key.dtype != dtype or value.dtype != dtype:
+            output = self._attend(full, query.float(), key.float(), value.float(), scale, threads, log_mass)
+            return output.to(dtype)
         batch, heads, count, width = query.shape
         output = torch.empty((batch, count, heads, width), dtype=dtype, device="cpu")
         tensors = [query, key, value, output]
         if log_mass is not None:
             tensors.append(log_mass.unsqueeze(-1))
         threads = torch.get_num_threads() if threads is None else threads
-        while not self.library.attend(self._addresses(), full, self.residual, threads, scale * LOG2_E, *tensors):
+        factor = scale * LOG2_E  # the kernels compute powers of 2
+        while not self.library.attend(self._addresses(), full, self.residual, threads, factor, *tensors):
             self.reserve(count)
         return output
 
@@ -337,33 +349,12 @@ class LayerCache:
                 setattr(self._buffers, name, own.data_ptr() if isinstance(own, Tensor) else own)
         return self._buffers
 
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns the shape and the dtype of every buffer; comments on `Buffers` in common.hpp say what they hold."""
-        rows, heads, width, blocks = (self.batch,), (self.batch, self.heads), self.width, self.blocks
-        block_bytes = BLOCK * width * self.bits // 8
-        shapes = {name: (rows, torch.int32) for name in ("slots", "k", "recents", "used", "counted")}
-        shapes["gap"] = ((*rows, 2), torch.int32)
-        shapes["recent"] = ((*heads, self.room, 2, width), torch.float32)
-        shapes["keys"] = ((*heads, blocks, block_bytes), torch.uint8)
-        shapes["bounds"] = ((*heads, self.segments, 2), torch.int32)
-        shapes["mean_values"] = ((*heads, self.segments, width), torch.bfloat16)
-        if self.bits < 16:
-            shapes["scales"] = ((*heads, blocks, 2, width), torch.bfloat16)
-        if self.bits == 4:
-            shapes["rows"] = ((*heads, blocks, BLOCK, 3 * width // 2 + 2), torch.uint8)
-            shapes["slope"] = ((*heads, width, width), torch.bfloat16)
-            shapes["deviations"] = ((*heads, width), torch.float32)
-        else:
-            shapes["values"] = ((*heads, blocks, block_bytes), torch.uint8)
-        if self.bits == 8:
-            shapes["value_scales"] = ((*heads, blocks * BLOCK), torch.float32)
-        if self.summed:
-            shapes["covariance"] = ((*heads, width, width), torch.float32)
-        return shapes
+    def _sizes(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in SIZES}
 
     def _resize(self) -> None:
         """Gives every buffer its shape; what is new is zero."""
-        for name, (shape, dtype) in self._shapes().items():
+        for name, (shape, dtype) in shapes_of(self._sizes()).items():
             old = getattr(self, name, None)
             if old is None or old.shape != shape:
                 new = torch.zeros(shape, dtype=dtype, device="cpu")
@@ -372,59 +363,65 @@ class LayerCache:
                 setattr(self, name, new)
         self._buffers = None
 
-    def _check_places(self) -> None:
-        """Raises ValueError naming a buffer with places outside of other buffers."""
-        slots, recents, (start, end) = self.slots.long(), self.recents.long(), self.gap.long().unbind(1)
-        in_blocks = slots - (end - start)
-        first, last = self.bounds.long().unbind(-1)
-        right = {
-            "slots": (slots >= 0) & (slots <= BLOCK * self.blocks),
-            "gap": (start >= 0) & (start <= end) & (end <= slots),
-            "recents": (recents >= self.sink * (in_blocks > 0)) & (recents <= self.room),
-            "k": self.k >= 0,
-            "counted": self.counted >= 0,
-            "used": (self.used >= 0) & (self.used <= self.segments),
-            "bounds": (first >= 0) & (first <= last) & (last <= slots[:, None, None]),
-        }
-        if self.bits == 4:
-            right["sum of bounds"] = (last - first).sum(-1) == in_blocks[:, None]
-        for name, each in right.items():
-            if not bool(each.all()):
-                raise ValueError(f"{name} has numbers out of range")
-
     def _make_room(self, count: int, clustered: bool = True) -> None:
         """Makes room for `count` tokens per row in float32; those that join the blocks are clustered, or not yet."""
         if int(self.recents.max()) + count <= self.room:
             return
         self._merge(count, clustered)
-        if (short := int(self.recents.max()) + count - self.room) > 0:  # no row has a whole block
+        short = int(self.recents.max()) + count - self.room
+        if short > 0:  # no row has a whole block
             self.room += short
             self._resize()
 
+    def _merge(self, count: int, clustered: bool) -> None:
+        """Makes a block of the oldest float32 tokens after the sinks, in every row without room for `count` more."""
+        full = (self.recents + count > self.room) & (self.recents >= self.sink + BLOCK)
+        for row in full.nonzero().flatten().tolist():
+            old = int(self.slots[row])
+            place = _blocks_of(old) * BLOCK
+            if place > old:  # the last block of the prompt is not full, and stays so
+                self.gap[row, 0] = old
+                self.gap[row, 1] = place
+            self.slots[row] = place + BLOCK
+            oldest = self.recent[row, :, self.sink : self.sink + BLOCK]
+            self._write(row, place, oldest[:, :, 0], oldest[:, :, 1], clustered)
+            later = self.recent[row, :, self.sink + BLOCK :].clone()
+            self.recent[row, :, self.sink : -BLOCK] = later
+            self.recents[row] -= BLOCK
+            self.counted[row] = self.tokens[row]
+        self._set_k()
+
     def _write(self, row: int, place: int, keys: Tensor, values: Tensor, clustered: bool = True) -> None:
         """Writes tokens [H, n, D] to a row's blocks, from a place that starts a block on; with planes, in clusters."""
-        if keys.dtype not in DTYPES or values.dtype != keys.dtype:
-            keys, values = keys.float(), values.float()
-        if (more := -(-(place + keys.shape[1]) // BLOCK) - self.blocks) > 0:
+        if keys.dtype not in KERNEL_DTYPES or values.dtype != keys.dtype:
+            keys = keys.float()
+            values = values.float()
+        more = _blocks_of(place + keys.shape[1]) - self.blocks
+        if more > 0:
             self.blocks += max(more, 4, self.blocks // 8)
             self._resize()
-        order = self._add_clusters(row, place, keys, values) if clustered and self.bits == 4 else None
+        order = None
+        if clustered and self.bits == 4:
+            order = self._add_clusters(row, place, keys, values)
         self._pack(row, place // BLOCK, keys, values, order)
 
     def _add_clusters(self, row: int, place: int, keys: Tensor, values: Tensor) -> Tensor:
         """Clusters tokens [H, n, D] that are to be in the blocks from a place on; returns their order [H, n]."""
-        count, before = keys.shape[1], place - int(self.gap[row].diff())
-        share = count / (before + count)
-        parts = -(-self.clusters * count // (before + count))
+        count = keys.shape[1]
+        total = place - int(self.gap[row].diff()) + count
+        share = count / total
+        parts = -(-self.clusters * count // total)
         first = int(self.used[row])
-        if first + parts > self.segments:
-            self.segments = first + parts + max(4, self.segments // 8)
+        last = first + parts
+        if last > self.segments:
+            self.segments = last + max(4, self.segments // 8)
             self._resize()
         order, bounds, means, covariance, variance = self._summarised(keys, values, parts)
-        self.bounds[row, :, first : first + parts] = bounds + place
-        self.mean_values[row, :, first : first + parts] = means
-        self.used[row] = first + parts
-        self.deviations[row] = torch.lerp(self.deviations[row].square(), variance, share).sqrt()
+        self.bounds[row, :, first:last] = bounds + place
+        self.mean_values[row, :, first:last] = means
+        self.used[row] = last
+        earlier = self.deviations[row].square()
+        self.deviations[row] = torch.lerp(earlier, variance, share).sqrt()
         self._add_covariance(row, covariance, share)
         return order
 
@@ -444,83 +441,53 @@ class LayerCache:
         if self.summed:
             self.covariance[row] = self.slope[row]  # as if the row were alone
 
-    def _summarised(self, keys: Tensor, values: Tensor, parts: int) -> tuple[Tensor, ...]:
+    def _summarised(self, keys: Tensor, values: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Returns order [H, n] and bounds [H, S, 2] int32 of clusters, mean values [H, S, D], and C' [H, D, D] and
         variance of values [H, D] within clusters, float32.
         """
         heads, count, width = keys.shape
         new = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
-        order, bounds = (new(heads, *shape, dtype=torch.int32) for shape in ((count,), (parts, 2)))
-        moments = [new(heads, *shape) for shape in ((parts, width), (width, width), (width,))]
-        work = new(heads, -(-parts // 64) * 64 * (2 * width + 1) + count)
+        order = new(heads, count, dtype=torch.int32)
+        bounds = new(heads, parts, 2, dtype=torch.int32)
+        means = new(heads, parts, width)
+        covariance = new(heads, width, width)
+        variance = new(heads, width)
+        padded_parts = -(-parts // 64) * 64
+        scratch = new(heads, padded_parts * (2 * width + 1) + count)
+        threads = torch.get_num_threads()
+        source, narrow = _source(keys, values)
         self.library.call(
-            "clusters", width, torch.get_num_threads(), heads, count, parts, SAMPLE, ROUNDS,
-            *_source(keys, values), order, bounds, *moments, work, work.shape[1],
+            "clusters", width, threads, heads, count, parts, CLUSTER_SAMPLE, CLUSTER_ROUNDS, source, narrow,
+            order, bounds, means, covariance, variance, scratch, scratch.shape[1],
         )  # fmt: skip
-        return order, bounds, *moments
+        return order, bounds, means, covariance, variance
 
     def _pack(self, row: int, block: int, keys: Tensor, values: Tensor, order: Tensor | None) -> None:
         """Writes tokens [H, n, D] to a row's blocks, from `block` on."""
         heads, count, width = keys.shape
 
-        def at(name: str) -> Tensor | None:
+        def at(name: str, place: int = block) -> Tensor | None:
+            """Returns the part of the row's buffer from a place on, None if the format has no such buffer."""
             buffer = getattr(self, name, None)
-            return None if buffer is None else buffer[row, :, block * BLOCK if name == "value_scales" else block :]
+            return None if buffer is None else buffer[row, :, place:]
 
-        rows = "rows" if self.bits == 4 else "values"
+        rows = at("rows") if self.bits == 4 else at("values")
+        value_scales = at("value_scales", block * BLOCK)  # it has an element for each token
+        threads = torch.get_num_threads()
+        source, narrow = _source(keys, values)
         self.library.call(
-            "pack", width, self.bits, torch.get_num_threads(), heads, count, self.blocks,
-            *_source(keys, values), order, at("keys"), at("scales"), at(rows), at("value_scales"),
+            "pack", width, self.bits, threads, heads, count, self.blocks, source, narrow,
+            order, at("keys"), at("scales"), rows, value_scales,
         )  # fmt: skip
 
-    def _merge(self, count: int, clustered: bool) -> None:
-        """Makes a block of the oldest float32 tokens after the sinks, in every row without room for `count` more."""
-        full = (self.recents + count > self.room) & (self.recents >= self.sink + BLOCK)
-        for row in full.nonzero().flatten().tolist():
-            old = int(self.slots[row])
-            place = -(-old // BLOCK) * BLOCK
-            if place > old:
-                self.gap[row, 0] = old
-                self.gap[row, 1] = place
-            self.slots[row] = place + BLOCK
-            oldest = self.recent[row, :, self.sink : self.sink + BLOCK]
-            self._write(row, place, oldest[:, :, 0], oldest[:, :, 1], clustered)
-            self.recent[row, :, self.sink : -BLOCK] = self.recent[row, :, self.sink + BLOCK :].clone()
-            self.recents[row] -= BLOCK
-            self.counted[row] = self.tokens[row]
-        self._set_k()
 
-
-def _check_numbers(numbers: Mapping[str, int]) -> None:
-    """Raises ValueError unless these can be the numbers of a `LayerCache`."""
-    if set(numbers) != set(NUMBERS):
-        raise ValueError(f"its numbers are {', '.join(numbers)}, not {', '.join(NUMBERS)}")
-    for name, number in numbers.items():
-        least = 1 if name in ("batch", "heads", "clusters", "blocks") else 0
-        if type(number) is not int or number < least:
-            raise ValueError(f"{name} is {number!r}, not a number from {least} on")
-    allowed = {"bits": (4, 8, 16), "width": WIDTHS, "residual": (0, 1), "summed": (0, 1)}
-    for name, choices in allowed.items():
-        if numbers[name] not in choices:
-            raise ValueError(f"{name} is {numbers[name]}, not one of {', '.join(map(str, choices))}")
-    if numbers["room"] < numbers["sink"] + numbers["tail"] + BLOCK:
-        raise ValueError(f"room is {numbers['room']}, below {BLOCK} tokens and those at the ends")
-
-
-def _check_buffers(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """Raises ValueError unless the tensors have these names, shapes and dtypes, and finite numbers."""
-    for name in sorted({*tensors, *shapes}):
-        if name not in shapes or name not in tensors:
-            raise ValueError(f"{name} is {'missing' if name in shapes else 'unknown'}")
-        tensor, (shape, dtype) = tensors[name], shapes[name]
-        if (tensor.shape, tensor.dtype) != (shape, dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
-        if dtype.is_floating_point and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} has numbers that are not finite")
+def _blocks_of(tokens: Count) -> Count:
+    """Returns the blocks that hold so many tokens, the last perhaps in part."""
+    return -(-tokens // BLOCK)
 
 
 def _source(keys: Tensor, values: Tensor) -> tuple[Views, int]:
-    """Returns what the kernels take of keys and values [H, n, D], one of `DTYPES` both."""
+    """Returns what the kernels take of keys and values [H, n, D], one of `KERNEL_DTYPES` both."""
     return views(keys.unsqueeze(0), values.unsqueeze(0)), int(keys.dtype == torch.bfloat16)
 
 
