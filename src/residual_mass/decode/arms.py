@@ -17,18 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, promoted
-from residual_mass.decode.prefix import (
-    ArmRows,
-    Map,
-    PrefixLayer,
-    Summary,
-    arm_rows,
-    map_heads,
-    merge_with_prefix,
-    own_precision,
-    prefix_terms,
-    rows_of_heads,
-)
+from residual_mass.decode.prefix import Map, PrefixLayer, Summary, map_heads
+from residual_mass.decode.terms import ArmRows, arm_rows, merge_with_prefix, own_precision, prefix_terms, rows_of_heads
 from residual_mass.model.hook import exact_attention
 from residual_mass.model.layers import Window, window_of
 from residual_mass.spec.arms import ArmSpec

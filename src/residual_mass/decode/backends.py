@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 from residual_mass.core.accounting import Terms
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
-from residual_mass.decode.prefix import prefix_terms
+from residual_mass.decode.terms import prefix_terms
 from residual_mass.decode.torch_backend import TorchBackend, with_room
 from residual_mass.gpu.backend import TritonBackend
 from residual_mass.gpu.device import kernels_run_on

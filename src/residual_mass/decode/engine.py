@@ -22,7 +22,8 @@ from torch import Tensor
 
 from residual_mass.decode.arms import ArmDecoder, FullRows, Layers, PartialRows
 from residual_mass.decode.backends import terms_on
-from residual_mass.decode.prefix import Map, PrefixLayer, Summary, build_prefix, retrieved_by, summarise_prefix
+from residual_mass.decode.prefix import Map, PrefixLayer, Summary, build_prefix, summarise_prefix
+from residual_mass.decode.terms import retrieved_by
 from residual_mass.model.finite import end_tokens, greedy, model_at_fault
 from residual_mass.model.hook import Prefill, attention_hook, prefill
 from residual_mass.model.layers import require_attention_alone

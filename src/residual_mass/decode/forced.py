@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from residual_mass.decode.arms import ArmDecoder, Layers
 from residual_mass.decode.engine import RowBatch, SharedPrefillEngine
-from residual_mass.decode.prefix import PrefixLayer, retrieved_by
+from residual_mass.decode.prefix import PrefixLayer
+from residual_mass.decode.terms import retrieved_by
 from residual_mass.model.finite import end_tokens
 from residual_mass.model.hook import Handler, attention_hook
 from residual_mass.model.rotary import require_read_once

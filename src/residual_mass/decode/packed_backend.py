@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from residual_mass.decode.backend import Backend
-from residual_mass.decode.prefix import retrieved_by
+from residual_mass.decode.terms import retrieved_by
 from residual_mass.kernels import LayerCache, load
 from residual_mass.kernels.library import LAYOUT, WIDTHS
 from residual_mass.methods import Method, method_named

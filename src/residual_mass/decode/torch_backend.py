@@ -14,19 +14,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from residual_mass.decode.backend import Backend
-from residual_mass.decode.prefix import (
-    ArmRows,
-    PrefixLayer,
-    Summary,
-    arm_rows,
-    build_prefix,
-    map_heads,
-    merge_with_prefix,
-    own_precision,
-    prefix_terms,
-    rows_of_heads,
-    summarise_prefix,
-)
+from residual_mass.decode.prefix import PrefixLayer, Summary, build_prefix, map_heads, summarise_prefix
+from residual_mass.decode.terms import ArmRows, arm_rows, merge_with_prefix, own_precision, prefix_terms, rows_of_heads
 from residual_mass.methods.arms import Arm
 from residual_mass.model.hook import Prefill, exact_attention
 from residual_mass.model.layers import attention_layers, sinks_of, text_config, window_of

@@ -18,7 +18,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap
 from residual_mass.decode.backend import Backend
-from residual_mass.decode.prefix import Map, map_heads, own_precision, retrieved_by
+from residual_mass.decode.prefix import Map, map_heads
+from residual_mass.decode.terms import own_precision, retrieved_by
 from residual_mass.decode.torch_backend import buffered_cache
 from residual_mass.gpu.cache import DecodeCache, MethodRows, with_moments, with_scan, with_summary
 from residual_mass.gpu.device import MOST_HEADS, kernels_run_on, tiles_fit

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from residual_mass.core.accounting import Terms
 from residual_mass.core.moments import MomentState
-from residual_mass.decode import prefix
-from residual_mass.decode.prefix import ArmRows, PrefixLayer, Summary
+from residual_mass.decode.prefix import PrefixLayer, Summary
+from residual_mass.decode.terms import MAPS_MISSING, ArmRows, prefix_terms
 from residual_mass.gpu.cache import ADDS, MOMENTS, SUBTRACTS, DecodeCache, MethodRows
 from residual_mass.gpu.device import kernels_run_on, tiles_fit
 from residual_mass.methods import Method, Moments, TopK
@@ -24,7 +24,7 @@ LAUNCH_ROWS = 2**16
 
 
 class PrefixTerms:
-    """Same as `decode.prefix.prefix_terms`, by kernels where they serve. Keeps the settings of the last rows, so that
+    """Same as `decode.terms.prefix_terms`, by kernels where they serve. Keeps the settings of the last rows, so that
     they are sent to the device once.
     """
 
@@ -45,7 +45,7 @@ class PrefixTerms:
             self.arms = arms
             self.rows = method_rows(arms)
         if self.rows is None or not kernels_serve(queries, layer, summary, arms):
-            return prefix.prefix_terms(queries, log_query, layer, summary, arms, scale)
+            return prefix_terms(queries, log_query, layer, summary, arms, scale)
         return kernel_terms(queries, log_query, layer, summary, arms, self.rows, scale)
 
 
@@ -100,7 +100,7 @@ def kernel_terms(
     rows: MethodRows,
     scale: float,
 ) -> Terms:
-    """Same as `decode.prefix.prefix_terms`, for arguments with `kernels_serve`."""
+    """Same as `decode.terms.prefix_terms`, for arguments with `kernels_serve`."""
     from residual_mass.gpu.path import terms_over_prefix
 
     assert layer.span is not None
@@ -108,7 +108,7 @@ def kernel_terms(
     cache = DecodeCache(layer.keys, layer.values, first, last, layer.keys.shape[2])
     added = None
     if arms.any_residual:
-        assert log_query is not None and summary is not None, prefix.MAPS_MISSING
+        assert log_query is not None and summary is not None, MAPS_MISSING
         features = summary.features.contiguous()
         log_shift = summary.state.log_shift.contiguous()
         cache = cache._replace(features=features, summary=summary.joined, log_shift=log_shift)

@@ -19,7 +19,8 @@ from residual_mass.core import rel_l1
 from residual_mass.core.accounting import Terms, key_features, summarise
 from residual_mass.decode import backends
 from residual_mass.decode.engine import SharedPrefillEngine
-from residual_mass.decode.prefix import ArmRows, PrefixLayer, Summary, arm_rows, build_prefix, read_prefix, terms_of
+from residual_mass.decode.prefix import PrefixLayer, Summary, build_prefix
+from residual_mass.decode.terms import ArmRows, arm_rows, read_prefix, terms_of
 from residual_mass.gpu import path, terms
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps

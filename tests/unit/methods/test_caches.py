@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from residual_mass import PackedCache, partial_kv
 from residual_mass.core.accounting import merge
-from residual_mass.decode.prefix import arm_rows, build_prefix, prefix_terms
+from residual_mass.decode.prefix import build_prefix
+from residual_mass.decode.terms import arm_rows, prefix_terms
 from residual_mass.methods import METHODS, CacheOnly, Method, QuantisedScan, QuantisedValues, Rotated
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.selectors import restored

@@ -10,7 +10,8 @@ from tests.unit.methods.test_residuals import seen_of
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import merge
-from residual_mass.decode.prefix import PrefixLayer, arm_rows, build_prefix, map_heads, prefix_terms, summarise_prefix
+from residual_mass.decode.prefix import PrefixLayer, build_prefix, map_heads, summarise_prefix
+from residual_mass.decode.terms import arm_rows, prefix_terms
 from residual_mass.methods import (
     METHODS,
     Centroids,

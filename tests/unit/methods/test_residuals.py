@@ -14,7 +14,8 @@ from residual_mass import methods
 from residual_mass.core.accounting import merge
 from residual_mass.core.moments import clusters, clusters_of
 from residual_mass.core.selection import Selected
-from residual_mass.decode.prefix import arm_rows, build_prefix, prefix_terms
+from residual_mass.decode.prefix import build_prefix
+from residual_mass.decode.terms import arm_rows, prefix_terms
 from residual_mass.methods import (
     METHODS,
     CacheOnly,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from residual_mass.core.accounting import merge
 from residual_mass.core.measures import rel_l1
-from residual_mass.decode.prefix import arm_rows, build_prefix, map_heads, prefix_terms, summarise_prefix
+from residual_mass.decode.prefix import build_prefix, map_heads, summarise_prefix
+from residual_mass.decode.terms import arm_rows, prefix_terms
 from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.methods import names
 from residual_mass.model.phi_maps import HeadShape, PhiMaps

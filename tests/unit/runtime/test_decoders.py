@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.engine import SharedPrefillEngine
-from residual_mass.decode.prefix import retrieved_by
+from residual_mass.decode.terms import retrieved_by
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.gpu.backend import TritonBackend
 from residual_mass.model.hook import Prefill, prefill
