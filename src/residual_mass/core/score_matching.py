@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from residual_mass.core.feature_maps import LEAST
 
-MASKED = -1e9
+MASKED_SCORE = -1e9
 """Score of an invisible key; finite, so that the difference of two masked scores is not NaN."""
 PAIRS_AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
 """Query-key pairs of a block: as many as fit a core's cache on CPUs, enough to fill the device on GPUs."""
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """A block's scores relative to the teacher's row maximum; r = r_hat = MASKED for invisible keys."""
+    """A block's scores relative to the teacher's row maximum; r = r_hat = MASKED_SCORE for invisible keys."""
 
     rows: slice
     """The T rows that see any key of the block."""
@@ -177,7 +177,7 @@ class TorchPasses:
         rows = pairs.rows
         band = _band(pairs.teacher, weights.band)
         totals.in_band[:, rows] += band.sum(-1)
-        # A hidden key counts as beyond the band; with r_hat = MASKED its false-positive error is zero.
+        # A hidden key counts as beyond the band; with r_hat = MASKED_SCORE its false-positive error is zero.
         errors = (pairs.student + weights.band).clamp_min_(0).lerp_(gap, band)
         errors = huber(errors, weights.huber_delta)
         totals.all_errors[:, rows] += errors.sum(-1)
@@ -220,8 +220,8 @@ class TorchPasses:
         key_shift = self.key_shift[:, None, block]
         student = kernel.log().add_(row_shift).add_(key_shift)
         if hidden is not None:
-            teacher.masked_fill_(hidden, MASKED)
-            student.masked_fill_(hidden, MASKED)
+            teacher.masked_fill_(hidden, MASKED_SCORE)
+            student.masked_fill_(hidden, MASKED_SCORE)
         return Pairs(rows, teacher, student, kernel, hidden)
 
     def key_mass(self, block: slice, rows: slice) -> tuple[Tensor, Tensor]:
@@ -385,7 +385,7 @@ class _RunningLogSum:
     """Streaming logsumexp over blocks, in units of the largest exponent so far."""
 
     def __init__(self, shape: torch.Size, like: Tensor):
-        self.unit = like.new_full(shape, MASKED)
+        self.unit = like.new_full(shape, MASKED_SCORE)
         self.sum = like.new_zeros(shape)
 
     def add(self, rows: slice, value: Tensor, unit: Tensor) -> None:

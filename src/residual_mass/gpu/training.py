@@ -24,7 +24,7 @@ ROW_BLOCK = {tl.bfloat16: 64, tl.float32: 32}
 KEY_BLOCK = 32
 KEYS_OF_SHARE = 4096
 """64k keys make 16 shares: with 400 rows and 8 heads, 6 programs or more for each multiprocessor of an H200."""
-MASKED = tl.constexpr(score_matching.MASKED)
+MASKED = tl.constexpr(score_matching.MASKED_SCORE)
 LEAST_KERNEL = tl.constexpr(torch.finfo(torch.float32).tiny * 1e8)
 """Smallest z, so that 1 / z stays finite in the gradient."""
 
