@@ -86,12 +86,14 @@ def both_scores(benchmark: str, task: str, doc: Doc, text: str) -> tuple[float, 
     """
     entry = task_named(benchmark, task)
     metrics = _harness_function(benchmark, entry.process_results)(doc, [text])
-    harness = float(metrics[str(doc["max_length"]) if benchmark == "ruler" else entry.metric.name])
+    key = str(doc["max_length"]) if benchmark == "ruler" else entry.metric.name
+    harness = float(metrics[key])
     if benchmark == "babilong":
         return harness, float(_named_labels(task, doc, text) == _targets(doc))
     if entry.process_results == "process_results_part":
         answer = _cleaned(benchmark, text).lower()
-        return harness, float(any(reference.lower() in answer for reference in doc["outputs"]))
+        found = any(reference.lower() in answer for reference in doc["outputs"])
+        return harness, float(found)
     return harness, harness
 
 

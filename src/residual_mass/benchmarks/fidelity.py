@@ -60,8 +60,9 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
         tasks: dict[str, pd.DataFrame] = {}
         groups: list[tuple[str, dict[str, pd.DataFrame]]] = []
         for task, of_task in rows.groupby("task", sort=False):
-            tasks[f"{text} {continuation} {task}"] = of_task  # the name seeds its resampling
-            groups.append((str(task), {f"{text} {continuation} {task}": of_task}))
+            name = f"{text} {continuation} {task}"  # seeds the resampling
+            tasks[name] = of_task
+            groups.append((str(task), {name: of_task}))
         if min(part["index"].nunique() for part in tasks.values()) == 1:
             log.warning("%s, %s: one document only, so no interval and no test", text, continuation)
         if len(groups) == 1:
@@ -85,7 +86,8 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
 
 def _tokens(forced: pd.DataFrame) -> pd.DataFrame:
     """Returns the tokens with their metrics and the number of their `arm`."""
-    delta_p = np.exp(-forced["nll"]) - np.exp(-forced["full_nll"])
+    p = np.exp(-forced["nll"])
+    delta_p = p - np.exp(-forced["full_nll"])
     arm = forced.groupby(FORCED_ARM_COLUMNS, sort=False, dropna=False).ngroup()
     tokens = forced.assign(arm=arm, delta_p=delta_p, delta_p_squared=delta_p**2)
     tokens["log_ppl_ratio"] = forced["nll"] - forced["full_nll"]
@@ -110,7 +112,8 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
     for arm in arms.index if min(documents) > 1 else ():
         kl = []
         for part in values.values():
-            kl.append(part.loc[KL.name, arm].clip(0).to_numpy())  # rounding can make it negative
+            of_arm = part.loc[KL.name, arm]
+            kl.append(of_arm.clip(0).to_numpy())  # rounding can make it negative
         lines.loc[(KL.name, arm), ["ci_low", "ci_high"]] = skewed_interval(kl)
     if over_tokens:
         lines = pd.concat([lines, *_over_tokens(spec, tasks, arms.index)])
@@ -138,10 +141,11 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
     draft = (tokens["position"] == 0).cumsum()
     differences_before = differs.groupby(draft).cumsum() - differs
     drafted = differences_before == 0
-    rates = tokens.groupby(FORCED_ARM_COLUMNS, sort=False)[["phi_sha", "k"]].first().rename(columns={"k": "k_mean"})
+    rates = tokens.groupby(FORCED_ARM_COLUMNS, sort=False)[["phi_sha", "k"]].first()
+    rates = rates.rename(columns={"k": "k_mean"})
     counted = tokens.assign(drafted=drafted, differences=drafted & differs)
-    by_document = counted.groupby([*FORCED_ARM_COLUMNS, "index"])[["differences", "drafted"]].sum().unstack("index")
-    by_document = by_document.loc[rates.index]
+    sums = counted.groupby([*FORCED_ARM_COLUMNS, "index"])[["differences", "drafted"]].sum()
+    by_document = sums.unstack("index").loc[rates.index]
     differences = by_document["differences"].to_numpy(np.float64)  # [A, D]
     size = by_document["drafted"].to_numpy(np.float64)  # [A, D]
     documents = size.shape[1]
@@ -153,7 +157,8 @@ def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.Dat
     rates["ci_low"], rates["ci_high"] = percentile_interval(resampled_rates.T)
     zero = rates["value"] == 0  # resamples give no interval
     # The exact upper bound of a rate after so many tokens without a difference.
-    rates.loc[zero, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / rates["tokens"][zero])
+    tokens_of_zero = rates["tokens"][zero]
+    rates.loc[zero, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / tokens_of_zero)
     if documents == 1:
         rates[["ci_low", "ci_high"]] = np.nan
     return rates.reset_index()
@@ -176,7 +181,8 @@ def _gains(
     second = pd.MultiIndex.from_product([metrics, paired])
     differences = {}
     for task, part in values.items():
-        differences[task] = part.loc[first] - part.loc[second].to_numpy()
+        of_topk = part.loc[second].to_numpy()
+        differences[task] = part.loc[first] - of_topk
     gains = means(differences, spec.bootstrap_resamples, spec.seed).frame
     gains["p"] = sign_flip_p(differences, PERMUTATIONS, spec.seed)
     return gains.drop(columns="stderr").add_prefix("gain_").rename(columns={"gain_value": "gain"})
@@ -201,9 +207,11 @@ def _over_tokens(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], arms: pd
         metrics = [f"{measure}_{name}" for name in shares]
         for arm in arms:
             of_arm = tokens[tokens["arm"] == arm]
+            values = of_arm[measure].to_numpy()
             document = of_arm["document"].to_numpy()
-            found = token_quantiles(of_arm[measure].to_numpy(), document, of_all_tasks, list(shares.values()))
-            yield found.frame.set_axis(pd.MultiIndex.from_product([metrics, [arm]], names=["metric", "arm"]))
+            found = token_quantiles(values, document, of_all_tasks, list(shares.values()))
+            places = pd.MultiIndex.from_product([metrics, [arm]], names=["metric", "arm"])
+            yield found.frame.set_axis(places)
 
 
 def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray, shares: Sequence[float]) -> Means:
@@ -225,8 +233,10 @@ def token_quantiles(values: np.ndarray, document: np.ndarray, counts: np.ndarray
     draws = []
     for share in shares:
         low = np.floor(share * last)
-        below, above = at(low), at(np.minimum(low + 1, last))
-        draws.append(below + (share * last - low) * (above - below))
+        below = at(low)
+        above = at(np.minimum(low + 1, last))
+        weight = share * last - low
+        draws.append(below + weight * (above - below))
     unknown = np.full(len(shares), np.nan)
     return Means(np.quantile(values, shares), unknown, np.stack(draws))
 

@@ -128,8 +128,12 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     tokenizer = load_tokenizer(source.model_id, source.revision, source.source, assets)
     identity = backbone_identity(source, assets)
     continuations = [*_documents(spec, tokenizer, assets), *_answers(spec, tokenizer, prompts)]
-    facts = write_forced(spec, continuations, identity, lambda: load_backbone(source, assets), maps, store, out)
-    record.write(out, identity=identity, **facts)
+
+    def load() -> Backbone:
+        return load_backbone(source, assets)
+
+    work = write_forced(spec, continuations, identity, load, maps, store, out)
+    record.write(out, identity=identity, **work)
 
 
 def write_forced(
@@ -171,7 +175,8 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
     """Yields the documents of the spec's held-out corpora."""
     length = tokens_of(spec.length)
     for corpus in spec.corpora:
-        texts = held_out_corpus(corpus, tokenizer, length + 1 + spec.tokens, spec.seed, assets)
+        tokens = length + 1 + spec.tokens
+        texts = held_out_corpus(corpus, tokenizer, tokens, spec.seed, assets)
         sequences = texts.disjoint(spec.documents)
         if len(sequences) < spec.documents:
             log.warning("%d documents instead of %d: corpus %s holds no more", len(sequences), spec.documents, corpus)
@@ -204,7 +209,8 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
             for prompt in load_prompts(manifest, task, min(asked.examples, entry["examples"])):
                 example = encoded(asked, spec.truncate_to, prompt, tokenizer)
                 right = gold_answer if asked.chat_template else gold_continuation  # no blank follows a template
-                gold = tokenizer(right(task, prompt.doc), add_special_tokens=False).input_ids[: spec.tokens]
+                gold = tokenizer(right(task, prompt.doc), add_special_tokens=False).input_ids
+                gold = gold[: spec.tokens]
                 nominal = tokens_of(spec.length) if asked.budget_length == "nominal" else None
                 place = (asked.benchmark, task, prompt.index)
                 ids = tuple(example.ids)
@@ -217,7 +223,9 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
 
 def _form(state: str, arm: ArmSpec, packed: Collection[str]) -> str:
     """Returns the state of an arm's forced tokens, and the layout of the cache that they are packed in, for a key."""
-    return f"{state}, packed {LAYOUT}" if arm.method in packed and state == OWN else state
+    if arm.method in packed and state == OWN:
+        return f"{state}, packed {LAYOUT}"
+    return state
 
 
 def _compute(
@@ -299,7 +307,8 @@ def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow], packed: Collecti
             for row in rows:
                 log_p = full
                 if not row.arm.is_full:
-                    logits = caches.logits(row.arm, tokens) if row.arm.method in from_caches else next(by_arm)
+                    packed_arm = row.arm.method in from_caches
+                    logits = caches.logits(row.arm, tokens) if packed_arm else next(by_arm)
                     log_p = logits.double().log_softmax(-1)
                 measures = token_measures(full, log_p, targets)
                 done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **measures})

@@ -62,7 +62,8 @@ def run(spec: ScoreSpec, prompts: Path, generations: list[Path], out: Path) -> N
     manifest = load_manifest(prompts)
     examples = {}
     for task, entry in manifest["tasks"].items():
-        examples[task] = load_prompts(prompts, task, min(spec.examples, entry["examples"]))
+        count = min(spec.examples, entry["examples"])
+        examples[task] = load_prompts(prompts, task, count)
     rows = collect(generations, examples, spec.arms)
 
     @cache  # ROUGE is slow, and many arms generate the same text
@@ -121,14 +122,16 @@ def collect(
     ordered = sorted(found.union(arms or ()), key=_canonical)
     places = []
     for task, arm in product(examples, ordered):
-        of_arm = [(task, arm, index) for index in range(len(examples[task]))]
-        missing = [str(index) for _, _, index in of_arm if (task, arm, index) not in rows]
+        count = len(examples[task])
+        missing = [str(index) for index in range(count) if (task, arm, index) not in rows]
         if missing:
-            listed = ", ".join(missing[:5]) + ", ..." * (len(missing) > 5)
+            listed = ", ".join(missing[:5])
+            if len(missing) > 5:
+                listed = f"{listed}, ..."
             searched = ", ".join(map(str, generations))
-            what = f"{_name(task, arm)} lacks {len(missing)} of {len(of_arm)} examples ({listed})"
+            what = f"{_name(task, arm)} lacks {len(missing)} of {count} examples ({listed})"
             raise ValueError(f"{searched}: {what}; {RERUN}")
-        places += of_arm
+        places += [(task, arm, index) for index in range(count)]
     return pd.DataFrame([rows[place] for place in places], columns=COLLECTED_COLUMNS)
 
 
@@ -144,7 +147,9 @@ def _name(task: str, arm: ArmSpec) -> str:
 def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFrame) -> pd.DataFrame:
     """Returns a row per arm over the tasks of `rows`, as text; unknown values are empty."""
     codes, arms = rows["arm"].factorize()
-    rows = rows.assign(arm=codes, k_zero=rows["k"] == 0, cut=rows["cut_tokens"] > 0)
+    zero = rows["k"] == 0
+    cut = rows["cut_tokens"] > 0
+    rows = rows.assign(arm=codes, k_zero=zero, cut=cut)
     tasks = {}
     for name, of_task in rows.groupby("task", sort=False):
         tasks[str(name)] = _compared(of_task, list(arms))
@@ -189,8 +194,11 @@ def _table(spec: ScoreSpec, manifest: dict[str, Any], task: str, rows: pd.DataFr
     }
     table = numbers.map(_number).assign(**of_arms, **of_table)
     if FULL in arms and all(entry.metric.right is not None for entry in entries):
-        right = [e.metric.is_right(part.loc["harness"]) for e, part in zip(entries, tasks.values(), strict=True)]
-        table = table.join(_turned_answers(right, list(arms).index(FULL)).astype(str))
+        right = []
+        for entry, of_task in zip(entries, tasks.values(), strict=True):
+            right.append(entry.metric.is_right(of_task.loc["harness"]))
+        turned = _turned_answers(right, list(arms).index(FULL))
+        table = table.join(turned.astype(str))
     return table.fillna("")
 
 
@@ -213,8 +221,11 @@ def _turned_answers(right: Sequence[pd.DataFrame], full: int) -> pd.DataFrame:
         right: for each task whether answers are right, with a row per arm and a column per example.
         full: row of the arm full.
     """
-    lost = sum((~answers & answers.loc[full]).sum(axis=1) for answers in right)
-    won = sum((answers & ~answers.loc[full]).sum(axis=1) for answers in right)
+    lost = won = 0
+    for answers in right:
+        of_full = answers.loc[full]
+        lost += (~answers & of_full).sum(axis=1)
+        won += (answers & ~of_full).sum(axis=1)
     turned = pd.DataFrame({"right_to_wrong": lost, "wrong_to_right": won})
     return turned.drop(full)
 
@@ -248,7 +259,8 @@ def _better_than_full(task: str, arms: Sequence[ArmSpec], numbers: pd.DataFrame,
     the task, and logs each.
     """
     gaps = numbers["full_gap"].dropna()
-    adjusted = pd.Series(holm(numbers["full_gap_p"][gaps.index]), gaps.index)
+    p_values = numbers["full_gap_p"][gaps.index]
+    adjusted = pd.Series(holm(p_values), gaps.index)
     side = "above" if metric.higher_is_better else "below"
     beating = set()
     for arm, gap in gaps.items():

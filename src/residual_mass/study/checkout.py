@@ -33,7 +33,11 @@ def require_known(kind: str, value: str, options: Iterable[str], where: str = "c
 
 def maps_specs(labels: Iterable[str]) -> tuple[MapsSpec, ...]:
     """Returns the labels, each with the length in tokens that its maps were trained at."""
-    return tuple(MapsSpec(label, tokens_of(length_and_variant(label)[0])) for label in labels)
+    found = []
+    for label in labels:
+        length, _ = length_and_variant(label)
+        found.append(MapsSpec(label, tokens_of(length)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -90,8 +89,10 @@ class Study(Settings):
     @property
     def evaluated_lengths(self) -> set[str]:
         """Every length at which something is evaluated with the main maps."""
-        lengths = {length for benchmark in self.benchmarks for length in self.lengths_of(benchmark)}
-        return lengths.union(self.lengths, self.fidelity.lengths, self.diagnostics.lengths, [self.truncate_to])
+        lengths = {self.truncate_to, *self.lengths}
+        for benchmark in self.benchmarks:
+            lengths.update(self.lengths_of(benchmark))
+        return lengths.union(self.fidelity.lengths, self.diagnostics.lengths)
 
     @property
     def arms(self) -> tuple[ArmSpec, ...]:
@@ -100,8 +101,10 @@ class Study(Settings):
         for name in self.methods:
             method = methods.method_named(name)
             maps = self.maps.main if method.needs_maps else None
-            budgets: tuple[float | None, ...] = (None,) if method.whole_prefix else self.budgets
-            arms += [ArmSpec(name, budget, maps) for budget in budgets]
+            if method.whole_prefix:
+                arms.append(ArmSpec(name, None, maps))
+            else:
+                arms += [ArmSpec(name, budget, maps) for budget in self.budgets]
         return tuple(arms)
 
     @property
@@ -231,7 +234,8 @@ def load_configuration(root: Path, main: Mapping[str, Any]) -> Configuration:
         try:
             content = UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file_of(path.stem)}: not valid YAML: {' '.join(str(error).split())}") from None
+            problem = " ".join(str(error).split())
+            raise ValueError(f"{file_of(path.stem)}: not valid YAML: {problem}") from None
         studies[path.stem] = parsed(Study, content, f"{file_of(path.stem)}: ")
     configuration = Configuration(parsed(Main, dict(main), "configuration: "), studies)
     for problem in _problems_of_main(configuration):
@@ -262,16 +266,18 @@ def _problems_of_main(configuration: Configuration) -> Iterator[str]:
         longest = max([*study.evaluated_lengths, *others], key=tokens_of)
         if tokens_of(longest) > backbone.context:
             yield f"backbones.{name}.context: {backbone.context} tokens, but study {backbone.study} has {longest}"
-        if (owner := main.backbones[configuration.tokenizer_owner(backbone.tokenizer)]).study != backbone.study:
+        owner = main.backbones[configuration.tokenizer_owner(backbone.tokenizer)]
+        if owner.study != backbone.study:
             yield f"backbones.{name}.tokenizer: {backbone.tokenizer} is of study {owner.study}; give it another label"
     yield from _unknown("study, of those with a backbone", [main.study], filter(configuration.backbones_of, studies))
 
 
 def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]:
-    study, backbones = configuration.studies[name], configuration.backbones_of(name)
-    longest, length = max(study.evaluated_lengths, key=tokens_of), study.ablations.length
-    chosen = chain(_choices(study, backbones), _choices_of_tables(study), _choices_of_figures(study, backbones))
-    for key, values, options in chosen:
+    study = configuration.studies[name]
+    backbones = configuration.backbones_of(name)
+    longest = max(study.evaluated_lengths, key=tokens_of)
+    choices = [*_choices(study, backbones), *_choices_of_tables(study), *_choices_of_figures(study, backbones)]
+    for key, values, options in choices:
         yield from _unknown(key, values, options)
     if tokens_of(longest) > tokens_of(study.maps.main):
         yield f"maps.main: trained on {study.maps.main}, but the study evaluates {longest}"
@@ -283,10 +289,11 @@ def _problems_of_study(configuration: Configuration, name: str) -> Iterator[str]
         yield "tables: deployable shows texts and lengths that residuals and fidelity share, and they share none"
     if study.ablations.backbones and not study.ablations.benchmarks:
         yield "ablations.benchmarks: empty; name one, or leave ablations.backbones empty"
-    for benchmark in study.ablations.benchmarks if study.ablations.backbones else ():
-        real = benchmark in study.benchmarks and study.benchmarks[benchmark].budget_length == "real"
-        if real and tokens_of(study.truncate_to) > tokens_of(length):
-            yield f"ablations.benchmarks: {benchmark} has prompts of up to {study.truncate_to}, its maps only {length}"
+    longer = tokens_of(study.truncate_to) > tokens_of(study.ablations.length)
+    for benchmark in study.ablations.benchmarks if study.ablations.backbones and longer else ():
+        if benchmark in study.benchmarks and study.benchmarks[benchmark].budget_length == "real":
+            lengths = f"prompts of up to {study.truncate_to}, its maps only {study.ablations.length}"
+            yield f"ablations.benchmarks: {benchmark} has {lengths}"
 
 
 Choices = Iterator[tuple[str, Iterable[Any], Iterable[Any]]]
@@ -297,7 +304,8 @@ def _choices(study: Study, backbones: list[str]) -> Choices:
     for name in ("mismatch", "ablations", "diagnostics", "residuals"):
         yield f"{name}.backbones", getattr(study, name).backbones, backbones
     others = [method.name for method in methods.METHODS if not method.of_the_paper]
-    yield "fidelity.methods", study.fidelity.methods, [name for name in others if name not in study.methods]
+    further = [name for name in others if name not in study.methods]
+    yield "fidelity.methods", study.fidelity.methods, further
     yield "fidelity.benchmarks", study.fidelity.benchmarks, study.benchmarks
     yield "fidelity.prompts_at", study.fidelity.prompts_at, study.fidelity.lengths
     yield "diagnostics.budget", [study.diagnostics.budget], study.budgets
@@ -323,7 +331,8 @@ def _choices_of_tables(study: Study) -> Choices:
 def _choices_of_figures(study: Study, backbones: list[str]) -> Choices:
     """Yields the texts and backbones of figures, with those of their sections, or else all backbones of the study."""
     of_section = {"ablations": study.ablations.backbones, "residuals": study.residuals.backbones}
-    texts = {"fidelity": (*study.fidelity.corpora, *study.fidelity.benchmarks), "residuals": study.residuals.corpora}
+    forced = (*study.fidelity.corpora, *study.fidelity.benchmarks)
+    texts = {"fidelity": forced, "residuals": study.residuals.corpora}
     for label, figure in study.figures.items():
         section = FIGURES[kind_of(label)].section
         yield f"figures.{label}", figure.of("text", "texts"), texts.get(section, ())

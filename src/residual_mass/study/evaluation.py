@@ -122,7 +122,10 @@ def _arms_of_documents(study: Study, maps: list[str]) -> tuple[ArmSpec, ...]:
     further = [("topk_phi", label) for label in maps[1:]]
     for name in study.fidelity.methods:
         further.append((name, study.maps.main if method_named(name).needs_maps else None))
-    return tuple(ArmSpec(name, budget, label) for name, label in further for budget in study.budgets)
+    arms = []
+    for name, label in further:
+        arms += [ArmSpec(name, budget, label) for budget in study.budgets]
+    return tuple(arms)
 
 
 def _forced_prompts(study: Study, benchmark: str) -> specs.ForcedPromptsSpec:

@@ -74,7 +74,9 @@ def findings(checkout: Checkout, w: Wildcards) -> Work:
         recipe=RECIPES["findings"],
     )
     place = {"backbone": w.backbone, "corpus": captured.corpora, "length": captured.lengths}
-    return {"heads": expand(paths.HEADS, **place), "mass": expand(paths.MASS, **place)}, spec
+    heads = expand(paths.HEADS, **place)
+    mass = expand(paths.MASS, **place)
+    return {"heads": heads, "mass": mass}, spec
 
 
 def residual_errors(checkout: Checkout, w: Wildcards) -> Work:
