@@ -20,7 +20,7 @@ from residual_mass.core.accounting import Terms, attention_scores, exact_terms, 
 from residual_mass.decode.prefix import Map, PrefixLayer, Summary, map_heads
 from residual_mass.decode.terms import ArmRows, arm_rows, merge_with_prefix, own_precision, prefix_terms, rows_of_heads
 from residual_mass.model.hook import exact_attention
-from residual_mass.model.layers import Window, window_of
+from residual_mass.model.layers import AttentionWindow, window_of
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
@@ -220,7 +220,7 @@ class PartialRows:
         return _by_row(terms, num_arms)
 
     def _window_terms(
-        self, layer: PrefixLayer, query: Tensor, kv_heads: int, window: Window, start: int, scale: float
+        self, layer: PrefixLayer, query: Tensor, kv_heads: int, window: AttentionWindow, start: int, scale: float
     ) -> tuple[Terms, Tensor]:
         """Computes the exact terms [E * A, Hkv, G * T, ...] of the prefix within a window, and the mask [E * A, T, N]
         of generated tokens that new tokens see.
@@ -275,7 +275,7 @@ def _with_room(prompt: Tensor, room: int) -> Tensor:
     return buffer
 
 
-def _visible(columns: Tensor, positions: Tensor, window: Window | None) -> Tensor:
+def _visible(columns: Tensor, positions: Tensor, window: AttentionWindow | None) -> Tensor:
     """Returns the causal mask [..., T, L] of columns [..., 1, L] for tokens at `positions` [..., T], in a window."""
     positions = positions.unsqueeze(-1)
     visible = columns <= positions

@@ -13,7 +13,7 @@ from residual_mass.core.accounting import Terms
 from residual_mass.core.moments import MomentState
 from residual_mass.decode.prefix import PrefixLayer, Summary
 from residual_mass.decode.terms import MAPS_MISSING, ArmRows, prefix_terms
-from residual_mass.gpu.cache import ADDS, MOMENTS, SUBTRACTS, DecodeCache, MethodRows
+from residual_mass.gpu.cache import ADDS_MOMENTS, ADDS_RESIDUAL, SUBTRACTS_RETRIEVED, DecodeCache, MethodRows
 from residual_mass.gpu.device import kernels_run_on, tiles_fit
 from residual_mass.methods import Method, Moments, TopK
 
@@ -58,16 +58,16 @@ def method_rows(arms: ArmRows) -> MethodRows | None:
     k = arms.k.squeeze(1).to(torch.int32)
     group = k.shape[-1] // len(kinds)
     rows = torch.tensor(kinds, dtype=torch.int32, device=k.device).repeat_interleave(group)
-    return MethodRows(k, rows, arms.most)
+    return MethodRows(k, rows, arms.max_k)
 
 
 def kind_of(method: Method) -> int:
     """Returns the flags of query rows of a method."""
-    flags = SUBTRACTS * method.subtracts
+    flags = SUBTRACTS_RETRIEVED * method.subtracts
     if method.phi is not None:
-        flags += ADDS
+        flags += ADDS_RESIDUAL
     if method.own is not None:
-        flags += MOMENTS
+        flags += ADDS_MOMENTS
     return flags
 
 

@@ -34,7 +34,7 @@ from residual_mass.core.selection import retrieved_count
 from residual_mass.decode.backends import BACKENDS, backend_for
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.files import csv_text, write_text
-from residual_mass.methods import method_named
+from residual_mass.methods import Method, method_named
 from residual_mass.methods.served import backends_of
 from residual_mass.metrics import budget_text
 from residual_mass.model.hook import Prefill, prefill
@@ -90,6 +90,10 @@ class Setting:
     k: int
     clock: Clock
 
+    @property
+    def rule(self) -> Method:
+        return method_named(self.method)
+
 
 def run(spec: RuntimeSpec, assets: Path, out: Path) -> None:
     """Measures every setting of `spec` and writes one CSV row for each.
@@ -138,7 +142,8 @@ def measure(
         served[method] = [name for name in implementations if _serves(name, method, model)]
     if "kernels" in implementations and "kernels" not in served["full"]:
         log.info("no rows of the CPU kernels, which are not built or do not serve this model and device")
-    count = len(spec.contexts) * len(spec.batches) * sum(map(len, served.values()))
+    of_prompt = sum(map(len, served.values()))
+    count = len(spec.contexts) * len(spec.batches) * of_prompt
     with tqdm(total=count, unit="setting") as progress:
         for context in spec.contexts:
             length = tokens_of(context)
@@ -172,7 +177,7 @@ def _setting_columns(setting: Setting, bandwidth: float) -> dict[str, object]:
     """Returns the columns that a setting has without being run; `bandwidth` is in bytes per second."""
     spec = setting.spec
     length = tokens_of(setting.context)
-    rule = method_named(setting.method)
+    rule = setting.rule
     traffic = step_traffic(
         setting.model,
         setting.phi,
@@ -186,6 +191,7 @@ def _setting_columns(setting: Setting, bandwidth: float) -> dict[str, object]:
     )
     total = sum(traffic.values())
     floor = total / bandwidth
+    state = prompt_bytes(rule, setting.phi.shape, length, spec.map.d_phi).summary
     budget = None if rule.whole_prefix else spec.budget
     return {
         "implementation": setting.implementation,
@@ -197,7 +203,7 @@ def _setting_columns(setting: Setting, bandwidth: float) -> dict[str, object]:
         "step_bytes": total,
         "floor_ms": f"{1e3 * floor:.3f}",
         "bandwidth_gb_s": f"{bandwidth / 1e9:.3f}",
-        "state_bytes": prompt_bytes(rule, setting.phi.shape, length, spec.map.d_phi).summary,
+        "state_bytes": state,
         "repeats": spec.repeats,
         "phi_weights": "random" if rule.needs_maps else "",
         "device": device_name(device_of(setting.model)),
@@ -220,7 +226,9 @@ def _time_columns(times: DecodingTimes, prefill_seconds: float, baseline: Tensor
         "end_to_end_ms": before + RUN_STEPS * times.step,
         "recording_ms": times.recording,
     }
-    columns = {name: "" if value is None else f"{1e3 * value:.3f}" for name, value in seconds.items()}
+    columns = {}
+    for name, value in seconds.items():
+        columns[name] = "" if value is None else f"{1e3 * value:.3f}"
     columns["peak_memory_mib"] = "" if times.peak is None else f"{times.peak / 2**20:.1f}"
     columns["tokens_as_prototype"] = ""
     if baseline is not None:
@@ -256,7 +264,7 @@ def _fastest(setting: Setting, read: Prefill) -> tuple[DecodingTimes | str, str]
     empty.
     """
     names = kernels_on(device_of(setting.model))
-    if setting.implementation != "fused" or not method_named(setting.method).whole_prefix or not names:
+    if setting.implementation != "fused" or not setting.rule.whole_prefix or not names:
         return _times_of(setting, read), ""
     results = with_each(names, lambda: _times_of(setting, read))
     times = {name: result for name, result in results.items() if isinstance(result, DecodingTimes)}
@@ -292,8 +300,8 @@ def with_each(names: Iterable[str], work: Callable[[], Result]) -> dict[str, Res
 def _times_of(setting: Setting, read: Prefill) -> DecodingTimes | str:
     """Returns a setting's times, or why there are none."""
     if device_of(setting.model).type == "cpu":  # where the system kills a process that takes too much
-        size = sum(x.nbytes for layer in read.layers.values() for x in layer)
-        if method_named(setting.method).needs_maps:
+        size = sum(keys.nbytes + values.nbytes for keys, values in read.layers.values())
+        if setting.rule.needs_maps:
             size *= 1 + setting.phi.map.d_phi / (2 * setting.phi.shape.head_dim)
         needed = CACHE_COPIES * setting.batch * size
         free = _free_memory()

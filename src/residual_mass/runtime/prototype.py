@@ -93,43 +93,57 @@ class PrototypeDecoder:
         tokens = []
         with nullcontext() if self.rule.whole_prefix else attention_hook(self.model, self):
             for _ in range(self.steps):
-                self.logits = self.model(token, past_key_values=self.cache, use_cache=True).logits[:, -1]
+                output = self.model(token, past_key_values=self.cache, use_cache=True)
+                self.logits = output.logits[:, -1]
                 token = self.logits.argmax(-1, keepdim=True)
                 tokens.append(token)
         return torch.cat(tokens, dim=1)
 
     @torch.no_grad()
     def _summary(self, index: int, keys: Tensor, values: Tensor) -> SummaryState:
-        chunks = [_as_written(self.phi.key[index], chunk) for chunk in keys.split(KEY_CHUNK, dim=2)]
-        features, log_shift = key_features(torch.cat(chunks, dim=2), self.mid)
+        key_map = self.phi.key[index]
+        chunks = [_as_written(key_map, chunk) for chunk in keys.split(KEY_CHUNK, dim=2)]
+        log_features = torch.cat(chunks, dim=2)
+        features, log_shift = key_features(log_features, self.mid)
         return summarise(features, log_shift, values.float())
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        grouped = query.float().unflatten(1, (key.shape[1], -1)).squeeze(3)  # [B, Hkv, G, D]
+        by_kv_head = (key.shape[1], -1)
+        grouped = query.float().unflatten(1, by_kv_head).squeeze(3)  # [B, Hkv, G, D]
         scores = attention_scores(grouped, key.float(), scale)
-        top, chosen = scores[..., : self.length].masked_fill(~self.mid, -torch.inf).topk(self.k, dim=-1, sorted=False)
+        mid_scores = scores[..., : self.length].masked_fill(~self.mid, -torch.inf)
+        top, chosen = mid_scores.topk(self.k, dim=-1, sorted=False)
         retrieved = Selected(chosen, top > -torch.inf)
         values = _rows_at(value, chosen).float()
-        own = exact_terms(top.unsqueeze(-2), values, retrieved.valid.unsqueeze(-2))  # each row has its own tokens
-        parts = [Terms(own.numerator.squeeze(-2), own.denominator.squeeze(-1), own.shift.squeeze(-1))]
+        # Each query head has tokens of its own, so it is a batch row here, with one query.
+        own = exact_terms(top.unsqueeze(-2), values, retrieved.valid.unsqueeze(-2))
+        of_retrieved = Terms(own.numerator.squeeze(-2), own.denominator.squeeze(-1), own.shift.squeeze(-1))
+        parts = [of_retrieved]
         for tokens in self.always_exact:  # anchors and generated tokens
-            exact_scores, exact_values = scores[..., tokens], value[:, :, tokens].float()
-            parts.append(exact_terms(exact_scores, exact_values, full_prefix(exact_values.shape[2], self.device)))
+            exact_values = value[:, :, tokens].float()
+            all_tokens = full_prefix(exact_values.shape[2], self.device)
+            parts.append(exact_terms(scores[..., tokens], exact_values, all_tokens))
         if self.rule.needs_maps:
-            index, subtracted = module.layer_idx, None
+            index = module.layer_idx
+            subtracted = None
             if self.rule.subtracts:
-                subtracted = Retrieved(self._features_again(index, key, retrieved), values)
-            log_query = _as_written(self.phi.query[index], query).squeeze(2).unflatten(1, (key.shape[1], -1))
+                features = self._features_again(index, key, retrieved)
+                subtracted = Retrieved(features, values)
+            log_features = _as_written(self.phi.query[index], query)  # [B, Hq, 1, M]
+            log_query = log_features.squeeze(2).unflatten(1, by_kv_head)
             parts.append(residual_terms(self.summaries[index], log_query, subtracted))
-        return merge(*parts).flatten(1, 2).unsqueeze(1).to(query.dtype)
+        output = merge(*parts).flatten(1, 2)
+        return output.unsqueeze(1).to(query.dtype)
 
     def _features_again(self, index: int, keys: Tensor, retrieved: Selected) -> Tensor:
         """Recomputes phi_k of the retrieved keys [B, Hkv, G, K, M] in the summary's units; zero in empty slots."""
         chosen = _rows_at(keys, retrieved.indices)
-        log_features = _as_written(self.phi.key[index], chosen.flatten(2, 3)).unflatten(2, retrieved.indices.shape[2:])
-        features = (log_features - self.summaries[index].log_shift[:, :, None, None]).exp()
+        log_features = _as_written(self.phi.key[index], chosen.flatten(2, 3))
+        log_features = log_features.unflatten(2, retrieved.indices.shape[2:])
+        log_shift = self.summaries[index].log_shift[:, :, None, None]
+        features = (log_features - log_shift).exp()
         return torch.where(retrieved.valid.unsqueeze(-1), features, 0)
 
 
@@ -143,5 +157,6 @@ def _as_written(feature_map: nn.Module, x: Tensor) -> Tensor:
 
 def _rows_at(x: Tensor, indices: Tensor) -> Tensor:
     """Gathers rows of x [B, Hkv, L, D] at indices [B, Hkv, G, K]: [B, Hkv, G, K, D]."""
-    flat = indices.flatten(2).unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, flat).unflatten(2, indices.shape[2:])
+    flat = indices.flatten(2).unsqueeze(-1)
+    rows = x.gather(2, flat.expand(-1, -1, -1, x.shape[-1]))
+    return rows.unflatten(2, indices.shape[2:])

@@ -80,6 +80,12 @@ def step_traffic(
     if rule.subtracts:
         width = phi.map.d_phi if fused else shape.head_dim
         features = head_rows * k * width * item
+    maps = 0
+    if rule.needs_maps:
+        maps = _map_bytes(phi, fused, rule.subtracts)
+    scores = 0
+    if not rule.whole_prefix:
+        scores = 2 * head_rows * columns * FLOAT32
     # Our steps subtract while they sum; the prototype writes and reads S_R and u_R of every query head.
     formed = 1 + 2 * shape.group if rule.subtracts and not fused else 1
     return {
@@ -87,10 +93,10 @@ def step_traffic(
         "keys": keys,
         "values": values,
         "features": features,
-        "maps": _map_bytes(phi, fused, rule.subtracts) if rule.needs_maps else 0,
+        "maps": maps,
         "state": formed * batch * of_prompt.summary,
         "concatenation": 0 if fused else 4 * whole,
-        "scores": 0 if rule.whole_prefix else 2 * head_rows * columns * FLOAT32,
+        "scores": scores,
     }
 
 
@@ -104,7 +110,8 @@ def prompt_bytes(rule: Method, shape: HeadShape, tokens: int, d_phi: int) -> Ste
 def _weight_bytes(model: PreTrainedModel) -> int:
     embedding = model.get_input_embeddings()
     shared = model.get_output_embeddings().weight is embedding.weight
-    return _bytes_of(model) - (0 if shared else _bytes_of(embedding))
+    whole = _bytes_of(model)
+    return whole if shared else whole - _bytes_of(embedding)
 
 
 def _map_bytes(phi: PhiMaps, fused: bool, subtracts: bool) -> int:
