@@ -34,8 +34,11 @@ from transformers import AutoTokenizer
 from residual_mass.files import read_json, write_json
 from residual_mass.texts.assets import SMOLLM2, model_folder
 
-METHODS = {"full": ("full", None), "cache8": ("cache8", 0.02)} | {
-    f"scan{percent}": ("scan4_regression_64", percent / 100) for percent in (2, 4)
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {"method": "full", "budget": None},
+    "cache8": {"method": "cache8", "budget": 0.02},
+    "scan2": {"method": "scan4_regression_64", "budget": 0.02},
+    "scan4": {"method": "scan4_regression_64", "budget": 0.04},
 }
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"compile": False},
@@ -43,11 +46,12 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "int4-compiled": {"bits": 4, "compile": True},
     "int8-compiled": {"bits": 8, "compile": True},
 }
-SIDES: dict[str, dict[str, Any]] = {
-    f"ours-{name}-{weights}": {"engine": "residual_mass", "method": method, "budget": budget, **more}
-    for weights, more in WEIGHTS.items()
-    for name, (method, budget) in METHODS.items()
-} | {
+OURS: dict[str, dict[str, Any]] = {
+    f"ours-{name}-{weights}": {"engine": "residual_mass"} | method | how
+    for weights, how in WEIGHTS.items()
+    for name, method in METHODS.items()
+}
+SIDES: dict[str, dict[str, Any]] = OURS | {
     "transformers-float32": {"engine": "transformers", "dtype": "float32"},
     "transformers-bfloat16": {"engine": "transformers", "dtype": "bfloat16"},
     "openvino-f16": {"engine": "openvino", "cache": "f16"},
@@ -87,7 +91,8 @@ class Side:
 
     def ask(self, **command: Any) -> dict[str, Any]:
         """Gives a command and returns the answer, with how much of the machine others took meanwhile."""
-        before, started = busy_seconds(), time.perf_counter()
+        before = busy_seconds()
+        started = time.perf_counter()
         self.process.stdin.write((json.dumps(command) + "\n").encode())
         self.process.stdin.flush()
         answer = self.answer()
@@ -192,14 +197,18 @@ def started(
     name: str, threads: int, length: int, tokens: list[int], options: argparse.Namespace, stack: contextlib.ExitStack
 ) -> Side | None:
     """Starts a side; prints why and returns None if it cannot run here."""
-    own = SIDES[name]["engine"] in ("residual_mass", "transformers")
-    python = Path(sys.executable) if own else options.engines / "bin" / "python"
+    engine = SIDES[name]["engine"]
+    python = options.engines / "bin" / "python"
+    if engine in ("residual_mass", "transformers"):
+        python = Path(sys.executable)
+    model = options.assets / model_folder(SMOLLM2)
+    decoded = max(options.rounds * options.tokens, ANSWER + TURN)
     given = SIDES[name] | {
         "threads": threads,
         "first": tokens[-FIRST:],
-        "model": str(options.assets / model_folder(SMOLLM2)),
+        "model": str(model),
         "gguf": str(gguf(options.engines)),
-        "room": max(length, FIRST) + max(options.rounds * options.tokens, ANSWER + TURN) + 64,
+        "room": max(length, FIRST) + decoded + 64,
         "turns": options.second_turn,
     }
     environment = os.environ | {
@@ -212,15 +221,17 @@ def started(
         [str(python), str(HERE / "engine_sides.py"), json.dumps(given)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
     )  # fmt: skip
-    found = {"side": name, "engine": SIDES[name]["engine"], "threads": threads, "length": length}
-    side = Side(name, process, found | {"reads": [], "steps": [], "turns": []}, options.limit)
+    found = {"side": name, "engine": engine, "threads": threads, "length": length}
+    found |= {"reads": [], "steps": [], "turns": []}
+    side = Side(name, process, found, options.limit)
     stack.callback(side.end)
     try:
         side.found["about"] = side.answer()
     except RuntimeError as reason:
         log.seek(0)
         last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
-        print(f"{name} is left out: {reason} {last[:200] if 'ended' in str(reason) else ''}", flush=True)
+        last_words = last[:200] if "ended" in str(reason) else ""
+        print(f"{name} is left out: {reason} {last_words}", flush=True)
         return None
     side.found["when"] = datetime.now(UTC).isoformat(timespec="seconds")
     side.found["commit"] = commit()

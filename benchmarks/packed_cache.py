@@ -148,7 +148,8 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
         steps, kept, reads = costs[side]
         by_text = [torch.cat(distances[side][name]) if side is not sides[0] else torch.zeros(1) for name in columns]
         cells = ["packed" if side.packed else "transformers", side.name, steps]
-        cells += [f"{kept / 2**20:.1f}", f"{reads / 2**20:.1f}", *(f"{kl.mean():.1e}" for kl in by_text)]
+        cells += [f"{kept / 2**20:.1f}", f"{reads / 2**20:.1f}"]
+        cells += [f"{kl.mean():.1e}" for kl in by_text]
         if columns:
             cells.append(f"{torch.cat(by_text).quantile(0.9):.1e}")
         print(f"| {' | '.join(cells)} |", flush=True)
@@ -196,14 +197,16 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
         if side.packed:
             cache = prefilled_cache(backbone.model, side, read.layers)
             timed(backbone.model, side, cache, 1)  # sets the number of chosen tokens
-            kept, reads = cache.nbytes, sum(layer.packed.read_bytes(shape.group) for layer in cache.layers)
+            kept = cache.nbytes
+            reads = sum(layer.packed.read_bytes(shape.group) for layer in cache.layers)
         else:
             k = retrieved_by(make_arm(side.method, side.budget), length, ANCHORS, None)
             step = shape.step(length, anchors=ANCHORS.sink + ANCHORS.tail)
             step = step._replace(retrieved=most_retrieved(side.method, k, step))
             heads = shape.layers * shape.kv_heads
             wide = 2 if side is sides[0] else 1  # full attention's cache is in float32
-            kept, reads = (wide * heads * count(side.method, step).total for count in (kept_bytes, step_bytes))
+            kept = wide * heads * kept_bytes(side.method, step).total
+            reads = wide * heads * step_bytes(side.method, step).total
         took = [1000 * seconds for turn in turns[side] for seconds in turn]
         costs[side] = f"{statistics.median(took):.1f} ({min(took):.1f})" if took else "", kept, reads
     return costs

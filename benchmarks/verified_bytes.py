@@ -69,8 +69,10 @@ def main() -> None:
 
 def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
     """Returns h, share read and bytes per verified token by text, method and budget, from the stages of a study."""
-    names, texts = tuple(options.methods), tuple(options.texts)
-    store, folder = options.out / f"{length}.jsonl", options.out / "-".join((length, *texts))
+    names = tuple(options.methods)
+    texts = tuple(options.texts)
+    store = options.out / f"{length}.jsonl"
+    folder = options.out / "-".join((length, *texts))
     maps = () if options.phi is None else (MapsSpec("phi", tokens_of(length)),)
     arms = []
     for name in names:
@@ -79,28 +81,48 @@ def measured(options: argparse.Namespace, length: str) -> pd.DataFrame:
         arms += [ArmSpec(name, budget, "phi" if maps and rule.needs_maps else None) for budget in budgets]
     about = {"study": "verified_bytes", "backbone": SMOL, "length": length, "seed": 0}
     spec = ForceSpec(
-        **about, corpora=texts, documents=options.documents, tokens=DRAFTED, drafts=options.places, asked=(),
-        arms=tuple(arms), arms_of_documents=(), anchors=AnchorSpec(), truncate_to=length, maps=maps,
+        **about,
+        corpora=texts,
+        documents=options.documents,
+        tokens=DRAFTED,
+        drafts=options.places,
+        asked=(),
+        arms=tuple(arms),
+        arms_of_documents=(),
+        anchors=AnchorSpec(),
+        truncate_to=length,
+        maps=maps,
         recipe=RECIPES["force"],
-    )  # fmt: skip
+    )
     tokenizer = load_tokenizer(SMOL.model_id, SMOL.revision, SMOL.source, options.assets)
     drafts = []
     for text in texts:
         corpus = held_out_corpus(text, tokenizer, tokens_of(length) + 1, 0, options.assets)
         drafts += following(spec, text, corpus.disjoint(options.documents), ())
-    forced, found, shares = (folder / name for name in ("forced.parquet", "fidelity.csv", "residual_errors.csv"))
-    record, identity = Record("force", spec, [options.assets / MANIFEST]), backbone_identity(SMOL, options.assets)
+    forced = folder / "forced.parquet"
+    found = folder / "fidelity.csv"
+    shares = folder / "residual_errors.csv"
+    record = Record("force", spec, [options.assets / MANIFEST])
+    identity = backbone_identity(SMOL, options.assets)
     phi = {each.label: options.phi for each in maps}
     write_forced(spec, drafts, identity, lambda: load_backbone(SMOL, options.assets), phi, store, forced)
     record.write(forced)
     scored = FidelitySpec(**about, recipe=RECIPES["fidelity"], bootstrap_resamples=RESAMPLES)
     fidelity.run(scored, forced, found)
     if not shares.exists():
+        with_topk = tuple(dict.fromkeys(("topk", *names)))
         read = ResidualErrorsSpec(
-            **about, corpora=texts, methods=tuple(dict.fromkeys(("topk", *names))), budgets=tuple(options.budgets),
-            packs=1, queries=4, maps=next(iter(maps), None), anchors=AnchorSpec(), bootstrap_resamples=RESAMPLES,
+            **about,
+            corpora=texts,
+            methods=with_topk,
+            budgets=tuple(options.budgets),
+            packs=1,
+            queries=4,
+            maps=next(iter(maps), None),
+            anchors=AnchorSpec(),
+            bootstrap_resamples=RESAMPLES,
             recipe=RECIPES["residual_errors"],
-        )  # fmt: skip
+        )
         residual_errors.run(read, options.assets, options.phi, folder / "heads.parquet", shares)
     reads = pd.read_csv(shares).rename(columns={"corpus": "text"})[["text", *ARM, "step_share"]]
     rows = pd.read_csv(found)[["text", *ARM, "value", "ci_low", "ci_high"]].merge(reads, on=["text", *ARM])
