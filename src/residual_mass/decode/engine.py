@@ -210,14 +210,14 @@ class SharedPrefillEngine:
         arms: Sequence[ArmSpec],
         room: int,
         summaries: Summaries,
-        most: int | None = None,
+        max_arms: int | None = None,
         dense: Layers | None = None,
     ) -> ArmDecoder:
         """Builds the attention handler of some arms after prefixes.
 
         Args:
             room: tokens that an arm can generate.
-            most: most arms of one method that are computed together; None for any number of arms that share maps.
+            max_arms: most arms of one method that are computed together; None for any number of arms that share maps.
             dense: as in `PartialRows`.
         """
         whole = [a for a, arm in enumerate(arms) if arm.is_full]
@@ -227,7 +227,7 @@ class SharedPrefillEngine:
         terms = terms_on(self.backbone.device)
         anchors = self.anchors
         nominal_length = self.nominal_length
-        for label, places in _computed_together(arms, next(iter(summaries), None), most):
+        for label, places in _groups_of_arms(arms, next(iter(summaries), None), max_arms):
             own_arms = [arms[a] for a in places]
             maps = summaries[label] if any(arm.needs_maps for arm in own_arms) else None
             rows = PartialRows(places, own_arms, layers, lengths, anchors, nominal_length, maps, dense, terms=terms)
@@ -316,23 +316,23 @@ def _in_one_batch(tensors: Sequence[Tensor], longest: int) -> Tensor:
     return torch.cat(padded)
 
 
-def _computed_together(
-    arms: Sequence[ArmSpec], first: str | None, most: int | None
+def _groups_of_arms(
+    arms: Sequence[ArmSpec], first: str | None, max_arms: int | None
 ) -> Iterator[tuple[str | None, list[int]]]:
     """Yields groups of partial arms that share maps, as the maps' label and the arms' indices.
 
     Args:
         first: label of the first maps; arms that need none join theirs.
-        most: most arms of a group, which then are of one method; None for any number.
+        max_arms: most arms of a group, which then are of one method; None for any number.
     """
     groups = defaultdict(list)
     for a, arm in enumerate(arms):
         if not arm.is_full:
             label = arm.maps if arm.needs_maps else first
-            method = "" if most is None else arm.method
+            method = "" if max_arms is None else arm.method
             groups[label, method].append(a)
     for (label, _), places in groups.items():
-        size = most or len(places)
+        size = max_arms or len(places)
         for start in range(0, len(places), size):
             yield label, places[start : start + size]
 

@@ -122,9 +122,9 @@ class ForcedDecoder:
     def _decoder(self, arms: Sequence[ArmSpec], room: int, dense: Layers | None = None) -> ArmDecoder:
         engine = self.engine
         scores_of_an_arm = engine.backbone.shape.query_heads * room * self.length
-        most = max(1, SCORES_OF_A_PASS // scores_of_an_arm)
+        max_arms = max(1, SCORES_OF_A_PASS // scores_of_an_arm)
         lengths = [self.length]
-        return engine.decoder(self.prefix, lengths, arms, room, self.summaries, most, dense)
+        return engine.decoder(self.prefix, lengths, arms, room, self.summaries, max_arms, dense)
 
     def _logits(self, decoder: ArmDecoder, tokens: Sequence[int]) -> Tensor:
         """Runs all tokens of all arms through the model at once: [A, T, V]."""

@@ -57,7 +57,7 @@ class ArmRows:
     layout: Layout
     methods: tuple[Method, ...]
     """Of the arms, in order."""
-    most: int
+    max_k: int
     """The largest of k, known on the host without synchronisation."""
 
     @property
@@ -84,7 +84,7 @@ def arm_rows(
     k = []
     for length in prefix_lengths:
         k.append([retrieved_by(arm, length, anchors, nominal_length) for arm in arms])
-    most = max((max(counts, default=0) for counts in k), default=0)
+    max_k = max((max(counts, default=0) for counts in k), default=0)
 
     def rows(settings: Sequence[Any]) -> Tensor:
         """Repeats settings [..., A] of arms for their rows: [..., R]."""
@@ -105,7 +105,7 @@ def arm_rows(
     adds_rows = rows(adds_residual)
     subtracting = rows(subtracts).nonzero().flatten()
     k_rows = rows(k)[:, None]
-    return ArmRows(adds_rows, subtracting, k_rows, any(adds_residual), own, selectors, layout, methods, most)
+    return ArmRows(adds_rows, subtracting, k_rows, any(adds_residual), own, selectors, layout, methods, max_k)
 
 
 def retrieved_by(arm: Arm | ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_length: int | None) -> int:

@@ -86,7 +86,7 @@ def feature_bytes(method: Method, step: Step, tokens: float) -> float:
     return FLOAT32 * step.features * tokens if method.subtracts else 0
 
 
-def bytes_per_verified_token(share: float, differences: float, most: int) -> tuple[float, int]:
+def bytes_per_verified_token(share: float, differences: float, max_n: int) -> tuple[float, int]:
     """Returns the bytes per token that self-speculative decoding reads, as a share of those of full attention, and the
     draft length n that minimises them:
 
@@ -98,12 +98,12 @@ def bytes_per_verified_token(share: float, differences: float, most: int) -> tup
     Args:
         share: b, the bytes that a draft step reads, as a share of those of full attention.
         differences: h, first differences per drafted token.
-        most: largest n, such as the length of the drafts that h was measured on. n = 0, no draft, gives 1.
+        max_n: largest n, such as the length of the drafts that h was measured on. n = 0, no draft, gives 1.
     """
     agree = 1 - differences
     tokens = 1.0  # expected tokens of a draft, 1 + agree + ... + agree^n
     least = (1.0, 0)
-    for n in range(1, most + 1):
+    for n in range(1, max_n + 1):
         tokens += agree**n
         read = (n * share + 1) / tokens
         least = min(least, (read, n))
