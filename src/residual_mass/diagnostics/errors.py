@@ -30,10 +30,9 @@ from residual_mass.decode.terms import (
 )
 from residual_mass.methods import Selector, method_named, state_bytes
 from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.labels import TOPK, TOPK_PHI, TOPK_PHI_NOSUB
 from residual_mass.spec.settings import AnchorSpec
 
-TOPK, PHI, NOSUB = "topk", "topk_phi", "topk_phi_nosub"
-"""The paper's methods."""
 MID_FACTS = ("h_mid", "skewness", "kurtosis")
 """Normalised entropy of attention within the mid-region, skewness and excess kurtosis of its scores."""
 
@@ -150,8 +149,8 @@ class ReadLayer:
 
         full = repeated(merge(exact_terms(once, self.values, anchors | mid)))
         whole_mid = Terms(*map(repeated, exact_terms(once, self.values, mid)))
-        sub, log_z_hat = self._terms(PHI, read)
-        nosub, _ = self._terms(NOSUB, read)
+        sub, log_z_hat = self._terms(TOPK_PHI, read)
+        nosub, _ = self._terms(TOPK_PHI_NOSUB, read)
         log_z_true = read.rest.log_mass()
         outputs = {
             "e_topk": merge(read.exact),

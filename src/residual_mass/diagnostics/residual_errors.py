@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from residual_mass.diagnostics.errors import PHI, TOPK, ReadLayer
+from residual_mass.diagnostics.errors import ReadLayer
 from residual_mass.diagnostics.packs import ks_of, make_packs, tidy, visit_layers, with_place
 from residual_mass.diagnostics.samples import BootstrapEstimate, drawn_packs, estimate, over_packs, ratio, text
 from residual_mass.files import csv_text, write_parquet, write_text
@@ -29,6 +29,7 @@ from residual_mass.metrics import budget_text
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.provenance import Record
+from residual_mass.spec.labels import TOPK, TOPK_PHI
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import ResidualErrorsSpec
@@ -58,7 +59,7 @@ RESIDUAL_HEAD_COLUMNS = (
 """Columns of the Parquet file: means over a pack's queries. `log_z_error` is the mean of log Z_R hat - log Z_R over the
 `log_z_rows` queries where both are defined; `recall` and `tokens_read` are as in `ReadLayer.errors`.
 """
-HEADS_BELOW = {"heads_below_topk": TOPK, "heads_below_phi": PHI}
+HEADS_BELOW = {"heads_below_topk": TOPK, "heads_below_phi": TOPK_PHI}
 """The method that a head's error is compared with, by column."""
 ERROR_DIGITS = "z.6g"
 MEAN_MEASURES = ("error", "residual_share_hat", "recall", "tokens_read")

@@ -13,7 +13,7 @@ from residual_mass.measure.choice import ARM_COLUMNS, TORCH, arm_means, below_ta
 from residual_mass.measure.distances import Measured
 from residual_mass.measure.latency import faster_from
 from residual_mass.measure.served import WHOLE_PERCENT, arm_name
-from residual_mass.measure.times import DRAFTS, FULL, LONGER, STEPS
+from residual_mass.measure.times import DRAFTS, FULL_ATTENTION, LONGER, TURN_STEPS
 from residual_mass.methods.served import READ_WHOLE
 
 NOISY = 0.1
@@ -180,13 +180,13 @@ def memory_text(measured: Measured, choice: pd.Series, kept: float) -> str:
 
 def seconds_text(measured: Measured, choice: pd.Series) -> str:
     times = measured.times
-    parts = [ms(choice.seconds), f"{FULL} by transformers {ms(times.full.seconds)}"]
+    parts = [ms(choice.seconds), f"{FULL_ATTENTION} by transformers {ms(times.full.seconds)}"]
     if times.loaded is not None:
         parts.append(f"the same over the model as loaded {ms(times.loaded.seconds)}")
     if choice.method != READ_WHOLE:
         own = "not served here" if times.whole is None else ms(times.whole.seconds)
         parts.append(f"{READ_WHOLE} {own}")
-    how = f"fastest of {STEPS * times.turns} steps, in turns that differ by {percent(times.scatter)}"
+    how = f"fastest of {TURN_STEPS * times.turns} steps, in turns that differ by {percent(times.scatter)}"
     compiled = "; steps of methods compiled, transformers' not" if measured.args.compile else ""
     return f"{'; '.join(parts)} ({how}{compiled})"
 
@@ -196,7 +196,7 @@ def pays_text(measured: Measured, choice: pd.Series) -> str:
     longer = measured.times.longer
     lengths = ", ".join(f"{tokens:,}" for tokens in longer.columns)
     name = arm_name(choice)
-    parts = [f"{name} {_from(measured, name, FULL)}"]
+    parts = [f"{name} {_from(measured, name, FULL_ATTENTION)}"]
     selecting = measured.times.selecting
     if selecting and READ_WHOLE in longer.index:
         parts.append(f"{selecting} {_from(measured, selecting, READ_WHOLE)}")
@@ -217,7 +217,7 @@ def drafts_text(measured: Measured) -> str:
     if drafts is None:
         return "no method with a fast step below the target drafts for full attention here"
     times = measured.times
-    others = {FULL: times.full.seconds}
+    others = {FULL_ATTENTION: times.full.seconds}
     if times.whole is not None:
         others[READ_WHOLE] = times.whole.seconds
     best = min(others, key=others.__getitem__)

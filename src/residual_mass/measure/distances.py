@@ -191,7 +191,8 @@ def _arms(args: Arguments) -> tuple[ArmSpec, ...]:
 
 def _settings(models: Models, served: Served) -> dict[str, Any]:
     """Returns what determines an answer, as JSON has it."""
-    spec, args = models.spec, models.args
+    spec = models.spec
+    args = models.args
     settings = dict(vars(args))
     for name in ("device", "assets", "out", "latency"):
         del settings[name]
@@ -202,7 +203,8 @@ def _settings(models: Models, served: Served) -> dict[str, Any]:
 
 def _setup(models: Models) -> dict[str, str]:
     """Returns what an answer stands on beside its texts: model, weights, machine and versions."""
-    spec, model = models.spec, models.measured.model
+    spec = models.spec
+    model = models.measured.model
     weights = spec.dtype
     if models.args.weights is not None:
         weights = f"{model.packed_weights}; all others {str(model.dtype).removeprefix('torch.')}"
@@ -337,7 +339,8 @@ def _read(
     """Returns `read` and `kept` for the first document's prompt, of packed caches as they are. For other methods, the
     tokens read are means over layers, heads and queries, which hardly vary between documents.
     """
-    length, anchors = args.prompt_tokens, AnchorSpec()
+    length = args.prompt_tokens
+    anchors = AnchorSpec()
     folded = None if phi is None else phi.on(backbone.model).folded()
     counts: dict[str, list[Tensor]] = {}
     for method in args.methods:
@@ -382,7 +385,8 @@ def _read_packed(
     arms = [ArmSpec(method, budget) for method in packed for budget in budgets_of(args, method)]
     if not arms:
         return
-    length, shape = args.prompt_tokens, backbone.shape
+    length = args.prompt_tokens
+    shape = backbone.shape
     engine = SharedPrefillEngine(backbone, arms, AnchorSpec(), None, length)
     prompt = PackedPrompt(ForcedDecoder(engine, document[:length]))
     for arm in arms:

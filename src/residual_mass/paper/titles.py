@@ -51,6 +51,7 @@ def trained_at_title(maps: str) -> str:
 def variant_title(maps: str, ours: str = OURS) -> str:
     """Returns a title of feature maps by their variant, or their label where the variant has none."""
     _, variant = length_and_variant(maps)
-    if width := re.fullmatch(r"dphi_(\d+)", variant):
+    width = re.fullmatch(r"dphi_(\d+)", variant)
+    if width:
         return rf"$d_\phi{{=}}{width[1]}$"
     return VARIANT_TITLES.get(variant, maps) if variant else ours

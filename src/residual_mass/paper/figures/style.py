@@ -28,7 +28,9 @@ Draw = Callable[[FigureSpec, Sequence[Path]], Figure]
 TEXT_WIDTH = 5.5
 """Width of a NeurIPS page in inches."""
 DPI = 200
-BLUE, VERMILLION, GREY = "#0072B2", "#D55E00", "#555555"
+BLUE = "#0072B2"
+VERMILLION = "#D55E00"
+GREY = "#555555"
 DISTANCE = f"KL(full \N{DOUBLE VERTICAL LINE} method), {KL.unit}"
 PALETTE = (BLUE, VERMILLION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette."""

@@ -48,7 +48,9 @@ COSTS = {
     "training_steps": "Steps",
     "training_seconds": "Training",
 }
-TRAINING, VERIFYING = "Training,\nsteps (time)", "Verified\n(95% interval; n)"
+TRAINING = "Training,\nsteps (time)"
+VERIFYING = "Verified\n(95% interval; n)"
+"""Titles of fields with two quantities."""
 DEPLOYABLE = {
     "": "Budget", "step_share": "Read", VERIFIED.name: VERIFYING, "draft_tokens": VERIFYING, KL.name: "KL,\nnats",
     SAME_TOP.name: "Top\ntoken", "relative_error": "Error", "summary_bytes": "State,\nbytes",
