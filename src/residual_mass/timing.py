@@ -22,7 +22,7 @@ Clock = Callable[[], float]
 Turn = list[float]
 """Seconds of the steps of a turn."""
 Result = TypeVar("Result")
-Name = TypeVar("Name", bound=Hashable)
+SideName = TypeVar("SideName", bound=Hashable)
 
 
 def device_clock(device: torch.device, clock: Clock = time.perf_counter) -> Clock:
@@ -67,15 +67,15 @@ class StepClock(BaseStreamer):
 
 
 def take_turns(
-    sides: Mapping[Name, Callable[[], Turn]], rounds: int, most: int | None = None, scatter: float = 0.0
-) -> dict[Name, list[Turn]]:
+    sides: Mapping[SideName, Callable[[], Turn]], rounds: int, most: int | None = None, scatter: float = 0.0
+) -> dict[SideName, list[Turn]]:
     """Lets sides take turns; returns what each returned.
 
     Args:
         rounds: turns of each side.
         most: with it, up to so many turns while times scatter by more than `scatter`.
     """
-    turns: dict[Name, list[Turn]] = {name: [] for name in sides}
+    turns: dict[SideName, list[Turn]] = {name: [] for name in sides}
     for taken in range(rounds if most is None else most):
         if taken >= rounds and scatter_of(turns.values()) <= scatter:
             break
@@ -85,8 +85,8 @@ def take_turns(
 
 
 def time_in_turns(
-    sides: Mapping[Name, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
-) -> dict[Name, list[float]]:
+    sides: Mapping[SideName, Callable[[], object]], rounds: int, clock: Clock = time.perf_counter
+) -> dict[SideName, list[float]]:
     """Returns the seconds of each side's work by round, after a round to warm up."""
 
     def seconds_of(work: Callable[[], object]) -> Turn:

@@ -36,7 +36,7 @@ REPAID_FROM_DISK = 1200
 OPTIONS = {"size_asserts": False, "alignment_asserts": False}
 """Of inductor: our operation returns what its fake says, so that its checks of every tensor only cost time."""
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _steps: weakref.WeakKeyDictionary[PreTrainedModel, CompiledStep] = weakref.WeakKeyDictionary()
 
 
@@ -102,11 +102,11 @@ class CompiledStep:
         """
         if self.is_ready(len(ids)):
             return self._call(model, ids, positions, mask, None, 1)
-        logger.warning("compiling the decode step of %s: up to a minute or two, once", type(model).__name__)
+        log.warning("compiling the decode step of %s: up to a minute or two, once", type(model).__name__)
         started = time.perf_counter()
         logits = self._call(model, ids, positions, mask, None, 1)
         seconds = time.perf_counter() - started
-        logger.warning("compiled the decode step in %.0f s", seconds)
+        log.warning("compiled the decode step in %.0f s", seconds)
         self.seconds[len(ids), torch.get_num_threads()] = seconds
         record = _record(model, len(ids))
         record.parent.mkdir(parents=True, exist_ok=True)

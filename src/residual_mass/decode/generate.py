@@ -27,7 +27,7 @@ from residual_mass.decode.compiled import step_for
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_steps, require_supported
 from residual_mass.decode.text import TextBatch
-from residual_mass.decode.verify import Pass, accepted_or_drawn, drawn
+from residual_mass.decode.verify import Pass, accept_or_sample, sample
 from residual_mass.kernels.layout import BLOCK
 from residual_mass.methods import Method, method_named
 from residual_mass.model.finite import end_tokens
@@ -36,7 +36,7 @@ from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import Frequencies, frequencies_of
 from residual_mass.spec.settings import AnchorSpec
 
-MOST = BLOCK - 1
+MOST_DRAFTS = BLOCK - 1
 """Most drafts of a pass: with the newest token they fill a block of a packed cache."""
 TAKEN = {
     "attention_mask", "cache_position", "generation_config", "logits_processor", "logits_to_keep", "past_key_values",
@@ -145,10 +145,10 @@ def partial_decoding(
     rule = method_named(method)
     if compile not in (True, False, "auto"):
         raise ValueError(f'compile is {compile!r}, not True, False or "auto"')
-    if verify is not None and (type(verify) is not int or not 1 <= verify <= MOST):
+    if verify is not None and (type(verify) is not int or not 1 <= verify <= MOST_DRAFTS):
         raise ValueError(
-            f"verify is {verify!r}, not a number of drafts from 1 to {MOST}: a longer draft does not fit the window of "
-            f"{BLOCK} tokens that is verified at once"
+            f"verify is {verify!r}, not a number of drafts from 1 to {MOST_DRAFTS}: a longer draft does not fit the "
+            f"window of {BLOCK} tokens that is verified at once"
         )
     if verify is not None and rule.whole_prefix:
         raise ValueError(f"method {rule.name} has no partial step to draft by: leave verify out")
@@ -182,7 +182,7 @@ def partial_decoding(
                 warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
                 return model._sample(input_ids, streamer=streamer, **options)
         real = padding_of(options.get("attention_mask"))
-        room = MOST if config.max_length is None else config.max_length - input_ids.shape[1]
+        room = MOST_DRAFTS if config.max_length is None else config.max_length - input_ids.shape[1]
         backend = backend_for(model, arm, anchors, phi, cache, crop=verify is not None, room=room)
         text = TextBatch(model, backend, real, step_for(model, compile, len(input_ids), room))
         return Decoding(
@@ -283,7 +283,7 @@ class Decoding:
             The texts with the accepted drafts and one more token, unless they ended before; the number of drafts that
             were accepted.
         """
-        right = 0
+        num_accepted = 0
         for at in range(len(drafts) + 1):
             raw = logits[:, at].to(torch.float32, copy=True)
             scores = self.processor(ids, raw)
@@ -291,16 +291,16 @@ class Decoding:
             if at < len(drafts):
                 drafted, q = drafts[at]
                 p = self._probabilities(scores)[0]
-                token, accepted = accepted_or_drawn(p, q, drafted)
+                token, accepted = accept_or_sample(p, q, drafted)
             else:
                 token = self._chosen(scores)
             ids = torch.cat((ids, token[:, None]), 1)
-            right += accepted
+            num_accepted += accepted
             self._tell(token, scores, raw)
             self.unfinished &= ~self.criteria(ids, self.scores or None)
             if not accepted or not bool(self.unfinished.any()):
                 break
-        return ids, right
+        return ids, num_accepted
 
     def _chosen(self, scores: Tensor) -> Tensor:
         """Chooses the next tokens [B] by processed scores [B, V]; finished rows get padding."""
@@ -345,10 +345,10 @@ class Decoding:
         between = time.perf_counter()
         text.crop(len(drafts))
         logits = text.verify(drafted[:, length:])
-        ids, right = self._extended(ids, logits, drafts)
+        ids, num_accepted = self._extended(ids, logits, drafts)
         text.crop(text.tokens - (ids.shape[1] - 1))
         ended = time.perf_counter()
-        self.passes.append(Pass(len(drafts), right, between - started, ended - between))
+        self.passes.append(Pass(len(drafts), num_accepted, between - started, ended - between))
         return ids
 
     def _drafts(self, ids: Tensor, count: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -363,7 +363,7 @@ class Decoding:
             raw = logits[:, -1].to(torch.float32, copy=True)
             scores = self.processor(ids, raw)
             p = self._probabilities(scores)[0]
-            token = drawn(p)
+            token = sample(p)
             drafts.append((token, p))
             ids = torch.cat((ids, token[None]), 1)
         return ids, drafts

@@ -21,7 +21,7 @@ class Pass(NamedTuple):
     verifying: float
 
 
-def accepted_or_drawn(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, bool]:
+def accept_or_sample(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, bool]:
     """Accepts a token drawn from q with probability min(1, p / q), otherwise draws one from the normalised positive
     part of p - q. The returned token has the distribution p.
 
@@ -37,10 +37,12 @@ def accepted_or_drawn(p: Tensor, q: Tensor, drafted: Tensor) -> tuple[Tensor, bo
     if full >= draft or (full > 0 and float(torch.rand((), dtype=torch.float64, device="cpu")) * draft < full):
         return drafted, True
     rest = (p - q).clamp_min(0)
-    return drawn(rest if bool(rest.any()) else p), False  # rest is 0 if p and q differ only by rounding errors
+    if not bool(rest.any()):  # p and q differ only by rounding errors
+        rest = p
+    return sample(rest), False
 
 
-def drawn(p: Tensor) -> Tensor:
+def sample(p: Tensor) -> Tensor:
     """Draws a token [1] from probabilities or weights [V], without a random number if only one is possible."""
     if int(p.count_nonzero()) == 1:
         return p.argmax(-1, keepdim=True)

@@ -22,7 +22,7 @@ from residual_mass.core.accounting import Terms, exact_terms
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.session import make_arm
 from residual_mass.decode.text import TextBatch
-from residual_mass.decode.verify import Pass, accepted_or_drawn
+from residual_mass.decode.verify import Pass, accept_or_sample
 from residual_mass.methods import METHODS, Method, Residual, Seen, Step, method_named
 from residual_mass.model.phi_maps import HeadShape
 from residual_mass.spec.settings import AnchorSpec, MapSpec
@@ -243,7 +243,7 @@ def test_the_token_kept_or_drawn_has_full_attentions_distribution(sharpness: flo
     p, q = (sharpness * torch.randn(2, 7)).softmax(-1)
     q[2], p[4] = 0, 0  # tokens that only one of them gives
     p, q = p / p.sum(), q / q.sum()
-    pairs = [accepted_or_drawn(p, q, torch.multinomial(q, 1)) for _ in range(8000)]
+    pairs = [accept_or_sample(p, q, torch.multinomial(q, 1)) for _ in range(8000)]
     counts = torch.stack([token for token, _ in pairs]).flatten().bincount(minlength=7)
     assert chi_square(counts, p) > 1e-3
     kept = torch.tensor([accepted for _, accepted in pairs]).double().mean()
