@@ -41,7 +41,9 @@ def shapes_of(sizes: Mapping[str, int]) -> Shapes:
     rows = (sizes["batch"],)
     heads = (sizes["batch"], sizes["heads"])
     block_bytes = BLOCK * width * bits // 8
-    shapes: Shapes = {name: (rows, torch.int32) for name in ("slots", "k", "recents", "used", "counted")}
+    shapes: Shapes = {}
+    for name in ("slots", "k", "recents", "used", "counted"):
+        shapes[name] = (rows, torch.int32)
     shapes["gap"] = ((*rows, 2), torch.int32)
     shapes["recent"] = ((*heads, sizes["room"], 2, width), torch.float32)
     shapes["keys"] = ((*heads, blocks, block_bytes), torch.uint8)
@@ -103,15 +105,16 @@ def require_places(buffers: Mapping[str, Tensor], sizes: Mapping[str, int]) -> N
     first, last = buffers["bounds"].long().unbind(-1)  # [B, H, segments]
     in_blocks = slots - (end - start)
     sinks = sizes["sink"] * (in_blocks > 0)
-    right = {
-        "slots": (slots >= 0) & (slots <= BLOCK * sizes["blocks"]),
-        "gap": (start >= 0) & (start <= end) & (end <= slots),
-        "recents": (recents >= sinks) & (recents <= sizes["room"]),
-        "k": buffers["k"] >= 0,
-        "counted": buffers["counted"] >= 0,
-        "used": (used >= 0) & (used <= sizes["segments"]),
-        "bounds": (first >= 0) & (first <= last) & (last <= slots[:, None, None]),
-    }
+    places = BLOCK * sizes["blocks"]
+    end_of_row = slots[:, None, None]
+    right = {}
+    right["slots"] = (slots >= 0) & (slots <= places)
+    right["gap"] = (start >= 0) & (start <= end) & (end <= slots)
+    right["recents"] = (recents >= sinks) & (recents <= sizes["room"])
+    right["k"] = buffers["k"] >= 0
+    right["counted"] = buffers["counted"] >= 0
+    right["used"] = (used >= 0) & (used <= sizes["segments"])
+    right["bounds"] = (first >= 0) & (first <= last) & (last <= end_of_row)
     if sizes["bits"] == 4:
         of_clusters = (last - first).sum(-1)
         right["sum of bounds"] = of_clusters == in_blocks[:, None]

@@ -18,7 +18,7 @@ from residual_mass.kernels.layout import BLOCK, bytes_read
 from residual_mass.kernels.library import WIDTHS, Buffers, Library, Views, views
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Count = TypeVar("Count", int, Tensor)
+Integers = TypeVar("Integers", int, Tensor)
 
 CLUSTER_ROUNDS = 6
 """Rounds of Lloyd's algorithm in the kernels."""
@@ -289,15 +289,16 @@ class LayerCache:
         outputs = []
         for start in range(0, key.shape[2], BLOCK):
             piece = slice(start, start + BLOCK)
-            new_key = key[:, :, piece]
+            new = [x[:, :, piece] for x in (query, key, value)]
             new_mass = None if log_mass is None else log_mass[:, piece]
-            self._make_room(new_key.shape[2], clustered=False)
-            outputs.append(self.attend(query[:, :, piece], new_key, value[:, :, piece], scale, threads, new_mass))
+            self._make_room(new[1].shape[2], clustered=False)
+            outputs.append(self.attend(*new, scale, threads, new_mass))
         if self.bits == 4:
             for row, (recents, slots) in enumerate(zip(recents_before, slots_before, strict=True)):
                 if int(self.slots[row]) > slots:
-                    keys = torch.cat((before[row, :, :recents, 0], key[row].float()), 1)
-                    values = torch.cat((before[row, :, :recents, 1], value[row].float()), 1)
+                    earlier = before[row, :, :recents]
+                    keys = torch.cat((earlier[:, :, 0], key[row].float()), 1)
+                    values = torch.cat((earlier[:, :, 1], value[row].float()), 1)
                     self._write_joined(row, slots, keys, values)
         self.counted.copy_(_integers(self.tokens))
         self._set_k()
@@ -375,7 +376,8 @@ class LayerCache:
 
     def _merge(self, count: int, clustered: bool) -> None:
         """Makes a block of the oldest float32 tokens after the sinks, in every row without room for `count` more."""
-        full = (self.recents + count > self.room) & (self.recents >= self.sink + BLOCK)
+        no_room = self.recents + count > self.room
+        full = no_room & (self.recents >= self.sink + BLOCK)
         for row in full.nonzero().flatten().tolist():
             old = int(self.slots[row])
             place = _blocks_of(old) * BLOCK
@@ -481,14 +483,15 @@ class LayerCache:
         )  # fmt: skip
 
 
-def _blocks_of(tokens: Count) -> Count:
+def _blocks_of(tokens: Integers) -> Integers:
     """Returns the blocks that hold so many tokens, the last perhaps in part."""
     return -(-tokens // BLOCK)
 
 
 def _source(keys: Tensor, values: Tensor) -> tuple[Views, int]:
     """Returns what the kernels take of keys and values [H, n, D], one of `KERNEL_DTYPES` both."""
-    return views(keys.unsqueeze(0), values.unsqueeze(0)), int(keys.dtype == torch.bfloat16)
+    narrow = keys.dtype == torch.bfloat16
+    return views(keys.unsqueeze(0), values.unsqueeze(0)), int(narrow)
 
 
 def _integers(numbers: Sequence[int]) -> Tensor:

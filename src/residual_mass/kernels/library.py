@@ -26,20 +26,17 @@ LAYOUT = 3
 """Number of the layout of buffers, which saved states of packed caches have."""
 WIDTHS = (32, 64, 80, 96, 112, 128, 192, 256)
 """Supported head dimensions."""
+SIZE_FIELDS = ("batch", "heads", "width", "bits", "blocks", "room", "segments")
+ADDRESS_FIELDS = (
+    "slots", "gap", "k", "recents", "keys", "scales", "rows", "values", "value_scales", "bounds", "mean_values",
+    "slope", "deviations", "recent",
+)  # fmt: skip
 
 
 class Buffers(ctypes.Structure):
     """Sizes and addresses of a layer's cache, the same as `Buffers` in common.hpp."""
 
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in "batch heads width bits blocks room segments".split()),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "slots gap k recents keys scales rows values value_scales bounds mean_values slope deviations recent"
-            ).split()
-        ),
-    ]
+    _fields_ = [(name, ctypes.c_int32) for name in SIZE_FIELDS] + [(name, ctypes.c_void_p) for name in ADDRESS_FIELDS]
 
 
 Views = ctypes.c_int64 * 25
@@ -51,9 +48,11 @@ class Library:
 
     def __init__(self, target: str) -> None:
         self.target = target
-        self._functions = ctypes.CDLL(str(FOLDER / f"_{target}.so"))
-        own = self._functions
-        if not (hasattr(own, "interface") and own.interface() == INTERFACE and all(map(own.serves, WIDTHS))):
+        file = FOLDER / f"_{target}.so"
+        own = ctypes.CDLL(str(file))
+        self._functions = own
+        current = hasattr(own, "interface") and own.interface() == INTERFACE
+        if not (current and all(map(own.serves, WIDTHS))):
             raise OSError(f"_{target}.so is of another version of this package")
         for name in ("attend", "pack", "clusters"):
             getattr(own, name).restype = ctypes.c_int64
@@ -76,10 +75,11 @@ class Library:
         whether there was room for the tokens.
         """
         _, heads, tokens, _ = query.shape
+        tensors = views(query, *others)
+        narrow = query.dtype == torch.bfloat16
         done = self._functions.attend(
-            ctypes.byref(buffers), views(query, *others), full, residual, threads, heads, tokens,
-            query.dtype == torch.bfloat16, factor,
-        )  # fmt: skip
+            ctypes.byref(buffers), tensors, full, residual, threads, heads, tokens, narrow, factor
+        )
         if done < 0:
             raise MemoryError("no memory is left for the attention of a packed cache")
         return bool(done)
