@@ -36,6 +36,7 @@ from residual_mass.spec.specs import (
     ResidualErrorsSpec,
 )
 
+TASKS = tuple(f"babilong_qa{number}" for number in range(1, 6))
 SMALL = BackboneSpec("test", MODEL_ID, REVISION, "assets", "float32", "tiny", 2048, False, name="tiny")
 ARMS = (ArmSpec("full"), ArmSpec("topk", 3.0), ArmSpec("topk_phi", 3.0, "1k"))
 SPEC = GenerateSpec(
@@ -53,7 +54,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Assets, prompts of five tasks and random maps in one folder."""
     folder = tmp_path_factory.mktemp("small")
     write_assets(folder / "assets")
-    spec = PromptsSpec("babilong", "1k", "tiny", MODEL_ID, REVISION, "assets", "assets", examples=2, seed=3, recipe=1)
+    spec = PromptsSpec(
+        "babilong", "1k", "tiny", MODEL_ID, REVISION, "assets", "assets", examples=2, seed=3, recipe=1, tasks=TASKS
+    )
     prompts.run(spec, folder / "assets", folder / "prompts" / "manifest.json")
     torch.manual_seed(1)
     shape = HeadShape.of(load_backbone(SMALL, folder / "assets").model.config)

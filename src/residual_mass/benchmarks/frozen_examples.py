@@ -17,9 +17,14 @@ CHECKSUMS = EXAMPLES_FOLDER / "sha256.txt"
 """The sha256 of every file, as `sha256sum` writes them."""
 
 
-def require_examples(benchmark: str, length: str) -> None:
-    """Raises ValueError if a task that fits the length has no examples at it; names the files of the task."""
+def checksums_of_examples(benchmark: str, length: str) -> tuple[str, ...]:
+    """Returns the sha256 of the file of every task that fits the length, in the order of the tasks.
+
+    Raises:
+        ValueError: a task has no examples at the length; names the files that it has.
+    """
     listed = _checksums()
+    found = []
     for task in tasks_of(benchmark, tokens_of(length)):
         if _file_name(task, length) not in listed:
             others = ", ".join(name for name in listed if name.startswith(f"{task}_")) or "none"
@@ -27,6 +32,8 @@ def require_examples(benchmark: str, length: str) -> None:
                 f"length {length}: no examples of {task} without the hub (there are: {others}); choose another length "
                 f"in benchmarks.{benchmark}.lengths, or `data_source: hub`"
             )
+        found.append(listed[_file_name(task, length)])
+    return tuple(found)
 
 
 def read_examples(task: str, length: str, count: int) -> list[Doc]:

@@ -16,7 +16,7 @@ from residual_mass.provenance import Record
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import PromptsSpec
-from residual_mass.spec.tasks import parts_of, task_named, tasks_of, too_long
+from residual_mass.spec.tasks import parts_of, task_named, too_long
 from residual_mass.texts.assets import require_whole
 from residual_mass.texts.frozen_prompts import table_sha256
 from residual_mass.texts.hub import commits_of, hub_rows
@@ -43,7 +43,7 @@ def run(spec: PromptsSpec, assets: Path, out: Path) -> None:
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.tokenizer_source, assets)
     require_whole(assets, *(ASSET_PLACES if spec.data_source == "assets" else ["nltk_data"]))
     tasks: dict[str, Any] = {}
-    for name in tasks_of(spec.benchmark, length):
+    for name in spec.tasks:
         log.info("%s at %s: building %d examples", name, spec.length, spec.examples)
         try:
             docs = examples_of(spec, name, tokenizer, assets)

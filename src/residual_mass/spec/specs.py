@@ -86,6 +86,10 @@ class PromptsSpec(Settings):
     examples: int
     seed: int
     recipe: int
+    tasks: tuple[str, ...]
+    """Those that fit the length."""
+    examples_sha256: tuple[str, ...] = ()
+    """Of the tasks' files of examples, where they come with the package; other examples are made again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from snakemake.io import expand
 
-from residual_mass.benchmarks.frozen_examples import require_examples
+from residual_mass.benchmarks.frozen_examples import checksums_of_examples
 from residual_mass.methods import method_named
 from residual_mass.recipes import RECIPES
 from residual_mass.spec import paths, specs
@@ -29,8 +29,9 @@ def prompts(checkout: Checkout, w: Wildcards) -> Work:
     owner = checkout.backbone_spec(checkout.tokenizer_owner(w.tokenizer))
     study = checkout.study_of(w, backbone=owner.name)
     benchmark = study.benchmarks[w.benchmark]
+    files = ()
     if benchmark.data_source == "assets" and w.benchmark != "ruler":  # RULER's are generated, at any length
-        require_examples(w.benchmark, w.length)
+        files = checksums_of_examples(w.benchmark, w.length)
     examples = checkout.examples_of(study, w.benchmark)
     if study.fidelity.lengths and w.benchmark in study.fidelity.benchmarks:
         examples = max(examples, study.fidelity.examples)
@@ -45,6 +46,8 @@ def prompts(checkout: Checkout, w: Wildcards) -> Work:
         examples=examples,
         seed=benchmark.seed,
         recipe=RECIPES["prompts"],
+        tasks=tasks_of(w.benchmark, tokens_of(w.length)),
+        examples_sha256=files,
     )
     return {"assets": checkout.assets_manifest}, spec
 

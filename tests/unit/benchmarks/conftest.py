@@ -17,6 +17,7 @@ from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.settings import MapSpec
 from residual_mass.spec.specs import BackboneSpec, PromptsSpec
+from residual_mass.spec.tasks import tasks_of
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +53,10 @@ def tokenizer(benchmark_assets: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def prompts_spec() -> PromptsSpec:
-    return PromptsSpec("ruler", "1k", "tiny", MODEL_ID, REVISION, "assets", "assets", examples=2, seed=3, recipe=1)
+    return PromptsSpec(
+        "ruler", "1k", "tiny", MODEL_ID, REVISION, "assets", "assets", examples=2, seed=3, recipe=1,
+        tasks=tasks_of("ruler", 1024),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.columns import DRAFTED
 from residual_mass.spec.settings import AnchorSpec, MapsSpec
-from residual_mass.spec.specs import ForcedPromptsSpec, BackboneSpec, ForceSpec
+from residual_mass.spec.specs import BackboneSpec, ForcedPromptsSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
 from residual_mass.texts.frozen_prompts import gold_answer, gold_continuation, load_prompts
 

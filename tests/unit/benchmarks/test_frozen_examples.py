@@ -11,8 +11,9 @@ from tests.refusals import refused
 
 from residual_mass.benchmarks import frozen_examples
 from residual_mass.benchmarks.catalogue import both_scores, harness_requests
-from residual_mass.benchmarks.frozen_examples import read_examples, require_examples
+from residual_mass.benchmarks.frozen_examples import checksums_of_examples, read_examples
 from residual_mass.benchmarks.generate import reference_texts
+from residual_mass.files import sha256_of
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.tasks import tasks_of
 
@@ -28,17 +29,18 @@ ASKED = [
 
 
 def test_the_files_are_those_of_the_mini_study() -> None:
-    assert len(ASKED) == 9
     names = {f"{task}_{length}.jsonl" for _, task, length in ASKED}
     assert {file.name for file in frozen_examples.EXAMPLES_FOLDER.iterdir()} == names | {"README.md", "sha256.txt"}
 
 
 @pytest.mark.parametrize(("benchmark", "task", "length"), ASKED)
 def test_examples_are_sent_and_scored_as_the_harness_does(benchmark: str, task: str, length: str) -> None:
-    require_examples(benchmark, length)
+    assert sha256_of(frozen_examples.EXAMPLES_FOLDER / f"{task}_{length}.jsonl") in checksums_of_examples(
+        benchmark, length
+    )
     docs = read_examples(task, length, 99)
     count = MINI[benchmark]["examples"]
-    assert len(docs) == count and read_examples(task, length, 1) == docs[:1]
+    assert len(docs) >= count and read_examples(task, length, 1) == docs[:1]
     text = "input" if benchmark == "babilong" else "context"
     for doc, (prompt, _) in zip(docs, harness_requests(benchmark, task, docs), strict=True):
         assert doc[text] in prompt and doc["question"] in prompt
@@ -56,7 +58,7 @@ def test_the_facts_of_a_story_lie_in_order_in_its_text(task: str) -> None:
 
 def test_other_lengths_and_changed_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("length 4k: no examples of longbench_gov_report without the hub (there are: ", "_2k.jsonl); choose"):
-        require_examples("longbench", "4k")
+        checksums_of_examples("longbench", "4k")
     shutil.copytree(frozen_examples.EXAMPLES_FOLDER, tmp_path / "examples")
     monkeypatch.setattr(frozen_examples, "EXAMPLES_FOLDER", tmp_path / "examples")
     changed = tmp_path / "examples" / "babilong_qa1_1k.jsonl"

@@ -26,13 +26,15 @@ from residual_mass.benchmarks.prompts import examples_of
 from residual_mass.files import write_json
 from residual_mass.model.loading import load_backbone
 from residual_mass.spec.specs import BackboneSpec, PromptsSpec
-from residual_mass.spec.tasks import BENCHMARKS, parts_of
+from residual_mass.spec.tasks import BENCHMARKS, parts_of, tasks_of
 from residual_mass.spec.texts import BABILONG, ESSAYS, HUB, LONGBENCH, REVISIONS, HubPart
 from residual_mass.study.prefetch import hub_needs, missing
 from residual_mass.texts.corpora import held_out_corpus, training_corpus
 from residual_mass.texts.hub import commits_of, one_line_hub_errors, prefetch
 
-PROMPTS = PromptsSpec("babilong", "4k", "bytes", "", "", "hub", "hub", examples=9, seed=0, recipe=1)
+PROMPTS = PromptsSpec(
+    "babilong", "4k", "bytes", "", "", "hub", "hub", examples=9, seed=0, recipe=1, tasks=tasks_of("babilong", 4096)
+)
 TOKEN = "hf_never_to_be_seen"
 COMMIT = "c0ffee" + "0" * 34
 MODEL = "org/Small-Llama"
