@@ -16,9 +16,9 @@ from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.spec.settings import AnchorSpec, MapSpec, MapsSpec, Settings, to_json
 from residual_mass.spec.specs import (
-    ForcedPromptsSpec,
     BackboneSpec,
     CaptureSpec,
+    ForcedPromptsSpec,
     ForceSpec,
     GenerateSpec,
     TrainSpec,
@@ -43,8 +43,10 @@ GENERATE = GenerateSpec(
 )  # fmt: skip
 FORCE = ForceSpec(
     study="test", backbone=BACKBONE, length="512", corpora=("books",), documents=3, tokens=8, seed=0,
-    asked=(ForcedPromptsSpec(benchmark="ruler", examples=3, chat_template=False, answer_margin=None, stop_when_saturated=False,
-                     budget_length="nominal", batch_tokens=1),),
+    asked=(ForcedPromptsSpec(
+        benchmark="ruler", examples=3, chat_template=False, answer_margin=None, stop_when_saturated=False,
+        budget_length="nominal", batch_tokens=1,
+    ),),
     arms=GENERATE.arms, arms_of_documents=(), anchors=AnchorSpec(), truncate_to="512", maps=GENERATE.maps, recipe=1,
 )  # fmt: skip
 CAPTURE = CaptureSpec(

@@ -13,7 +13,7 @@ from residual_mass import estimate
 from residual_mass.files import write_text
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec, to_json
-from residual_mass.spec.specs import ForcedPromptsSpec, BackboneSpec, ForceSpec, Job
+from residual_mass.spec.specs import BackboneSpec, ForcedPromptsSpec, ForceSpec, Job
 
 
 def finish(path: Path, **facts: object) -> None:

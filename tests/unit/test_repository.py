@@ -289,8 +289,6 @@ def test_files_import_each_other_in_no_circle() -> None:
     graphlib.TopologicalSorter(edges).prepare()  # its error names a circle
 
 
-PLAIN = ("core", "spec", "methods", "model", "decode", "paper")
-"""Folders whose statements are plain."""
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr, ast.Raise, ast.Assert)
 MOST_NODES = 25
 """Nodes of the syntax tree in a plain statement. Nine statements in ten have no more: calls with many arguments, errors
@@ -298,23 +296,53 @@ and tables of constants may.
 """
 
 
+def plain_statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yields simple statements but docstrings, and but those of Triton's kernels, where a helper costs registers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(mark) for mark in node.decorator_list):
+            continue
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, SIMPLE) and not docstring:
+            yield node
+        yield from plain_statements(node)
+
+
 def nodes_of_statements(path: Path) -> list[int]:
-    """The number of nodes of every simple statement but docstrings."""
-    statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, SIMPLE)]
-    return [
-        sum(1 for _ in ast.walk(node))
-        for node in statements
-        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-    ]
+    """The number of nodes of every plain statement."""
+    return [sum(1 for _ in ast.walk(statement)) for statement in plain_statements(ast.parse(path.read_text()))]
 
 
-@pytest.mark.parametrize("folder", PLAIN)
-def test_statements_are_plain(folder: str) -> None:
+@pytest.mark.parametrize("room", sorted(room for floor in FLOORS for room in floor))
+def test_statements_are_plain(room: str) -> None:
     sizes = []
-    for path in (ROOT / "src" / "residual_mass" / folder).rglob("*.py"):
-        sizes += nodes_of_statements(path)
+    for name, path in modules().items():
+        if room_of(name) == room:
+            sizes += nodes_of_statements(path)
     sizes.sort()
-    assert sizes[len(sizes) * 9 // 10] <= MOST_NODES, f"{folder}: unpack the densest statements of the change"
+    assert sizes[len(sizes) * 9 // 10] <= MOST_NODES, f"{room}: unpack the densest statements of the change"
+
+
+def constants_of(path: Path) -> Iterator[str]:
+    """Yields the names of a module's constants."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id.isupper():
+                yield target.id
+
+
+def test_a_constant_has_a_name_of_its_own() -> None:
+    """Whoever searches for it finds one place where it is set."""
+    homes: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        for constant in constants_of(path):
+            homes.setdefault(constant, []).append(name)
+    assert not {constant: names for constant, names in homes.items() if len(names) > 1}
 
 
 def test_only_the_table_of_backends_and_the_trainer_look_at_the_gpu() -> None:

@@ -145,6 +145,10 @@ def test_an_estimator_and_a_task(copy: Path, tmp_path: Path) -> None:
     model = study / "results" / "assets" / "models" / "tiny-llama"
     in_library = {**os.environ, "PYTHONPATH": str(copy / "src")}
     subprocess.run([sys.executable, "-c", LIBRARY, str(model)], env=in_library, check=True)
+    template = copy / "paper_tables" / "templates" / "natural_main.tex.j2"
+    published = ["published", "--label", "natural_main", "--template", str(template), "--out", str(tmp_path / "out")]
+    subprocess.run([sys.executable, "-m", "residual_mass", *published], env=in_library, check=True)
+    assert "2WikiMQA" in (study / table).read_text() and "2WikiMQA" not in (tmp_path / "out").read_text()
 
 
 def test_a_table(copy: Path) -> None:
