@@ -25,7 +25,7 @@ from residual_mass.diagnostics import findings
 from residual_mass.spec.specs import FindingsSpec
 
 SPEC = FindingsSpec(
-    study="test", budget_percent=4.0, corpus="wiki", length="1k", bootstrap_resamples=40, seed=0, recipe=1
+    study="test", budget_percent=4.0, corpus="wiki", length="1k", bootstrap_resamples=20, seed=0, recipe=1
 )
 OUT = ("accounting.csv", "claims.csv")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +14,22 @@ from tests.unit.kernels.reference import attended, eight, paired, planes, real_p
 from torch import Tensor
 
 from residual_mass.kernels import LayerCache
-from residual_mass.kernels.library import TARGETS, WIDTHS, Library
+from residual_mass.kernels.library import SWITCH, TARGETS, WIDTHS, Library
 
 pytestmark = needs(KERNELS)
 KINDS = (4, 8, 16)
 
 
-def targets() -> list[str]:
-    """Those that this CPU has the instructions for."""
-    return list(TARGETS[: TARGETS.index(Library("portable").best_target()) + 1]) if KERNELS.met() else []
+def targets() -> list[Any]:
+    """The instructions that the library would choose here, or those that RESIDUAL_MASS_KERNELS names; with slow tests
+    all that this CPU has.
+    """
+    if not KERNELS.met():
+        return []
+    best = TARGETS.index(Library("portable").best_target())
+    chosen = os.environ.get(SWITCH) or TARGETS[best]
+    others = [target for target in TARGETS[: best + 1] if target != chosen]
+    return [chosen, *(pytest.param(target, marks=pytest.mark.slow) for target in others)]
 
 
 @pytest.fixture(params=targets())
