@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from same_results import run_tiny
+import yaml
+from preloaded import forks
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
@@ -98,6 +99,42 @@ def golden_numbers(results: Path) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
+def run_tiny(made: Path) -> None:
+    """Runs the tiny study in a copy of the checkout, with stages as forks.
+
+    Raises:
+        SystemExit: a job failed; the message has the end of Snakemake's output and of the logs.
+    """
+    write = "import sys; from pathlib import Path; from tests.small_study import write_small_study as write"
+    path = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-P", "-c", f"{write}; write(Path(sys.argv[1]))", str(made)], env=path, check=True)
+    study = made / "config" / "studies" / "mini.yaml"
+    protocol = yaml.safe_load(study.read_text())
+    protocol["runtime"] |= {"contexts": ["512"], "batches": [1]}  # few, because times are not compared
+    study.write_text(yaml.safe_dump(protocol))
+    command = [
+        "snakemake",
+        "--snakefile",
+        made / "Snakefile",
+        "--directory",
+        made,
+        "--cores",
+        "2",
+        "--show-failed-logs",
+    ]
+    with tempfile.TemporaryDirectory() as folder, forks(Path(folder), ROOT / "src") as environment:
+        run = subprocess.run(
+            [sys.executable, "-m", *map(str, command), "all"],
+            env=environment | {"PYTHONPATH": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    if run.returncode:
+        sys.exit(f"{run.stdout[-6000:]}\nthe tiny study ended with {run.returncode}")
+
+
 def main() -> None:
     for study in studies():
         path = GOLDEN / f"jobs_{study}.txt"
@@ -107,7 +144,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             finished = Path(*sys.argv[2:] or [folder, "made"])
             if not sys.argv[2:]:
-                run_tiny(ROOT, finished)
+                run_tiny(finished)
             golden_numbers(finished / "results").to_csv(GOLDEN / "numbers.csv", index=False)
 
 

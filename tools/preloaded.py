@@ -1,7 +1,7 @@
 """Runs `python -m residual_mass` as forks of one process that has imported everything: stages are many and short.
 
 A folder on PATH holds a `python` that passes such commands, with their environment and open files, to that process;
-other commands run as usual. PNG figures that a fork saves contain the drawn data, as JSON under the key `Points`.
+other commands run as usual.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def serve(address: str) -> None:
     for name in (*IMPORTED, *(module.name for module in own if module.name != "residual_mass.__main__")):
         with contextlib.suppress(ImportError):  # modules that need a GPU
             importlib.import_module(name)
-    carry_points()
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen(64)
@@ -106,56 +105,6 @@ def run_stage(client: socket.socket) -> None:
     sys.stderr.flush()
     client.sendall(bytes([code]))
     os._exit(code)
-
-
-def carry_points() -> None:
-    """Makes matplotlib write the data of a figure into its PNG."""
-    from matplotlib.figure import Figure
-
-    savefig = Figure.savefig
-
-    def with_points(figure: Figure, *target: Any, **options: Any) -> None:
-        if options.get("format") == "png" or str(target[0]).endswith(".png"):
-            options["metadata"] = (options.get("metadata") or {}) | {"Points": json.dumps(points(figure))}
-        savefig(figure, *target, **options)
-
-    Figure.savefig = with_points
-
-
-def points(figure: Any) -> dict[str, Any]:
-    """Returns data or text by name of the artist, without colours, sizes, ticks and positions of panels."""
-    drawn: dict[str, Any] = {}
-
-    def add(name: str, value: Any) -> None:
-        """Adds a value, and numbers equal names."""
-        drawn[next(key for n in range(len(drawn) + 1) if (key := f"{name} {n}") not in drawn)] = value
-
-    for number, axes in enumerate(figure.axes):
-        legend = axes.get_legend()
-        texts = [axes.title, axes.xaxis.label, axes.yaxis.label, *axes.texts, *(legend.get_texts() if legend else [])]
-        for text in texts:
-            add(f"axes {number} text", text.get_text())
-        for artist in (*axes.lines, *axes.collections, *axes.patches, *axes.images):
-            label = "" if artist.get_label().startswith("_") else f" {artist.get_label()!r}"
-            add(f"axes {number} {type(artist).__name__}{label}", data(artist))
-    for text in (*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())):
-        add("figure text", text.get_text())
-    return drawn
-
-
-def data(artist: Any) -> dict[str, list[Any]]:
-    """Returns the numbers that an artist draws."""
-    if hasattr(artist, "get_xydata"):
-        return {"xy": artist.get_xydata().tolist()}
-    if hasattr(artist, "get_patch_transform"):
-        return {"xy": artist.get_patch_transform().transform(artist.get_path().vertices).tolist()}
-    array = artist.get_array()
-    drawn = {} if array is None else {"array": array.tolist()}
-    if hasattr(artist, "get_offsets") and artist.get_offset_transform() is not None:
-        offsets = artist.get_offsets()
-        moved = offsets.any()  # if False, its paths are in the coordinates of the axes
-        drawn |= {"xy": offsets.tolist() if moved else [path.vertices.tolist() for path in artist.get_paths()]}
-    return drawn
 
 
 if __name__ == "__main__":
