@@ -60,7 +60,7 @@ def step_traffic(
             ends=fixed + generated,
             blocks=math.ceil((length - fixed) / BLOCK),
             rows=shape.group * k,
-            clusters=packing.clusters,
+            clusters=packing.clusters if rule.own is not None else 0,
         )
         return {"weights": weights, "cache": heads * cache}
     fused = implementation == "fused"
