@@ -108,7 +108,9 @@ def test_cpu_kernels_have_rows_where_they_serve_the_model_and_method() -> None:
     served = [(row["method"], row["batch"]) for row in rows if row["implementation"] == "kernels"]
     assert served == [(method, batch) for batch in (1, 2) for method in ("full", *own[1:])]
     others = [row["method"] for row in rows if row["implementation"] != "kernels"]
-    assert set(others) == {*PAPER_METHODS, "topk_moments", "scan4"} and all(float(str(row["per_step_ms"])) > 0 for row in rows)
+    assert set(others) == {*PAPER_METHODS, "topk_moments", "scan4"} and all(
+        float(str(row["per_step_ms"])) > 0 for row in rows
+    )
     for method in ("full", *own[1:]):
         arm = ArmSpec(method, None if method == "full" else 20.0)
         backend = PackedBackend.open(model, arm, ANCHORS, None, None, False, 0)
