@@ -112,19 +112,10 @@ def run_tiny(made: Path) -> None:
     protocol = yaml.safe_load(study.read_text())
     protocol["runtime"] |= {"contexts": ["512"], "batches": [1]}  # few, because times are not compared
     study.write_text(yaml.safe_dump(protocol))
-    command = [
-        "snakemake",
-        "--snakefile",
-        made / "Snakefile",
-        "--directory",
-        made,
-        "--cores",
-        "2",
-        "--show-failed-logs",
-    ]
-    with tempfile.TemporaryDirectory() as folder, forks(Path(folder), ROOT / "src") as environment:
+    places = ["--snakefile", str(made / "Snakefile"), "--directory", str(made)]
+    with tempfile.TemporaryDirectory() as folder, forks(Path(folder), made / "src") as environment:
         run = subprocess.run(
-            [sys.executable, "-m", *map(str, command), "all"],
+            [sys.executable, "-m", "snakemake", *places, "--cores", "2", "--show-failed-logs", "all"],
             env=environment | {"PYTHONPATH": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
