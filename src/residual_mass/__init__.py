@@ -1,7 +1,7 @@
 """Residual-mass accounting for partial-KV decoding: the method, and a pipeline that reproduces its paper.
 
-`PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding`, `PackedCache` and `pack_weights` are the library's
-entry points; `residual_mass.core` holds the mathematics and needs only torch.
+`PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding`, `Text`, `PackedCache` and `pack_weights` are the
+library's entry points; `residual_mass.core` holds the mathematics and needs only torch.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from residual_mass.decode.generate import partial_decoding, partial_generate
+    from residual_mass.decode.backends import backend_for
+    from residual_mass.decode.generate import partial_decoding, partial_generate, partial_kv
     from residual_mass.decode.packed_backend import PackedCache
-    from residual_mass.decode.session import partial_kv
+    from residual_mass.decode.text import Text
     from residual_mass.model.packed_weights import pack_weights
     from residual_mass.model.phi_maps import PhiMaps
 
@@ -20,7 +21,9 @@ __version__ = "0.2.0"
 __all__ = [
     "PackedCache",
     "PhiMaps",
+    "Text",
     "__version__",
+    "backend_for",
     "pack_weights",
     "partial_decoding",
     "partial_generate",
@@ -29,10 +32,12 @@ __all__ = [
 ENTRY_POINTS = {
     "PackedCache": "decode.packed_backend",
     "PhiMaps": "model.phi_maps",
+    "Text": "decode.text",
+    "backend_for": "decode.backends",
     "pack_weights": "model.packed_weights",
     "partial_decoding": "decode.generate",
     "partial_generate": "decode.generate",
-    "partial_kv": "decode.session",
+    "partial_kv": "decode.generate",
 }
 
 

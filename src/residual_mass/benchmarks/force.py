@@ -25,7 +25,6 @@ from torch import Tensor
 
 from residual_mass.benchmarks.generate import encoded
 from residual_mass.benchmarks.store import ROW_REMEDY, RowStore, StoredRow, row_key
-from residual_mass.decode.packed_prompt import PackedPrompt
 from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.kernels.library import LAYOUT
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
@@ -286,7 +285,6 @@ def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow], packed: Collecti
     """Yields the rows of one prompt's continuations, all of a state together: a resumed run then decodes the same arms
     together, and rounds as an undisturbed one.
     """
-    caches = PackedPrompt(decoder)
     for continuation in dict.fromkeys(row.continuation for row in missing):
         last = continuation.prompt[-1]
         answer = continuation.answer
@@ -308,7 +306,7 @@ def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow], packed: Collecti
                 log_p = full
                 if not row.arm.is_full:
                     packed_arm = row.arm.method in from_caches
-                    logits = caches.logits(row.arm, tokens) if packed_arm else next(by_arm)
+                    logits = decoder.served(row.arm, tokens) if packed_arm else next(by_arm)
                     log_p = logits.double().log_softmax(-1)
                 measures = token_measures(full, log_p, targets)
                 done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **measures})

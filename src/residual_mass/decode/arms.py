@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from residual_mass.core.accounting import Terms, attention_scores, exact_terms, promoted
+from residual_mass.decode.backend import Backend, LayerCall
 from residual_mass.decode.prefix import Map, PrefixLayer, Summary, map_heads
 from residual_mass.decode.terms import ArmRows, arm_rows, merge_with_prefix, own_precision, prefix_terms, rows_of_heads
 from residual_mass.model.hook import exact_attention
@@ -29,13 +30,16 @@ Layers = Sequence[KeysValues]
 """Keys and values by layer."""
 
 
-class ArmDecoder:
-    """Attention handler of all arms. Every arm has its own generated keys and values.
+class ArmsBackend(Backend):
+    """Attention of all arms, in every layer. Every arm has its own generated keys and values.
 
     Args:
         parts: groups of arms that are computed together; each arm is in one part.
         layers: the prefixes of the partial arms.
     """
+
+    name = "arms"
+    knows_columns = True
 
     def __init__(
         self, arms: Sequence[ArmSpec], parts: Sequence[FullRows | PartialRows], layers: Sequence[PrefixLayer]
@@ -43,26 +47,34 @@ class ArmDecoder:
         self.arms = list(arms)
         self.parts = list(parts)
         self.layers = layers
-        self.read = [0] * len(layers)
+        self.generated = [0] * len(layers)
         """Number of generated tokens that each layer has read."""
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        start = self.read[module.layer_idx]
-        self.read[module.layer_idx] += query.shape[2]
+    @property
+    def tokens(self) -> int:
+        return self.layers[0].keys.shape[2]
+
+    def read(self, call: LayerCall) -> Tensor:
+        raise ValueError("arms share prefixes that were read before")
+
+    def stored(self, call: LayerCall) -> tuple[Tensor, Tensor]:
+        raise ValueError("arms attend in layers with a window, too")
+
+    def step(self, call: LayerCall) -> Tensor:
+        start = self.generated[call.index]
+        self.generated[call.index] += call.query.shape[2]
         num_arms = len(self.arms)
-        queries = query.unflatten(0, (-1, num_arms))  # [E, A, Hq, T, D]
-        keys = key.unflatten(0, (-1, num_arms))
-        values = value.unflatten(0, (-1, num_arms))
+        queries = call.query.unflatten(0, (-1, num_arms))  # [E, A, Hq, T, D]
+        keys = call.key.unflatten(0, (-1, num_arms))
+        values = call.value.unflatten(0, (-1, num_arms))
         examples, _, heads, tokens, _ = queries.shape
-        output = query.new_empty(examples, num_arms, tokens, heads, value.shape[3])
+        output = call.query.new_empty(examples, num_arms, tokens, heads, call.value.shape[3])
         for part in self.parts:
             own_query = queries[:, part.places].flatten(0, 1)
             own_key = keys[:, part.places].flatten(0, 1)
             own_value = values[:, part.places].flatten(0, 1)
-            with own_precision(query) if isinstance(part, PartialRows) else nullcontext():
-                own_output = part.attend(module, own_query, own_key, own_value, start, scale)
+            with own_precision(call.query) if isinstance(part, PartialRows) else nullcontext():
+                own_output = part.attend(call.module, own_query, own_key, own_value, start, call.scale)
             output[:, part.places] = own_output.unflatten(0, (examples, -1))
         return output.flatten(0, 1)
 
@@ -76,11 +88,6 @@ class ArmDecoder:
         for part in self.parts:
             part.keep(examples, arms, self.layers)
         self.arms = [self.arms[a] for a in arms]
-
-    def require_read(self, tokens: int) -> None:
-        """Raises RuntimeError unless every layer has read `tokens` tokens: a bypassed hook gives Full's numbers."""
-        if self.read != [tokens] * len(self.read):
-            raise RuntimeError(f"attention hook: layers have read {sorted(set(self.read))} tokens, expected {tokens}")
 
 
 class FullRows:

@@ -8,73 +8,56 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import transformers
 from transformers import Cache, PreTrainedModel
 
 from residual_mass.core.accounting import Terms
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import CacheBackend
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.terms import prefix_terms
 from residual_mass.decode.torch_backend import TorchBackend, with_room
 from residual_mass.gpu.backend import TritonBackend
 from residual_mass.gpu.device import kernels_run_on
 from residual_mass.methods.arms import Arm
-from residual_mass.model.layers import attention_layers, text_config
-from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.layers import attention_layers, require_keys_of_its_own, text_config
+from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
-BACKENDS: tuple[type[Backend], ...] = (PackedBackend, TritonBackend, TorchBackend)
+BACKENDS: tuple[type[CacheBackend], ...] = (PackedBackend, TritonBackend, TorchBackend)
 """In the order in which they are asked."""
+ANCHORS = AnchorSpec()
 
 
 def backend_for(
     model: PreTrainedModel,
     arm: Arm | ArmSpec,
-    anchors: AnchorSpec,
+    anchors: AnchorSpec = ANCHORS,
     phi: PhiMaps | None = None,
     cache: Cache | None = None,
-    crop: bool = False,
     room: int = 0,
-    kinds: Sequence[type[Backend]] = BACKENDS,
-) -> Backend:
+    kinds: Sequence[type[CacheBackend]] = BACKENDS,
+) -> CacheBackend:
     """Returns the backend of an arm on a model: that of the given cache, or the first that serves.
 
     Args:
         cache: of earlier turns; or an empty one, which the torch backend fills and others replace by their own.
-        crop: whether the backend must be able to remove tokens.
         room: most tokens that will follow the prompt, for backends with buffers of fixed size.
         kinds: backends to ask.
 
     Raises:
-        ValueError: `cache` holds tokens and is for another method, or tokens cannot be removed from it; no backend
-            among `kinds` serves.
+        ValueError: `cache` holds tokens and is for another method; no backend among `kinds` serves.
     """
     if isinstance(cache, PackedCache):
-        packed = PackedBackend(model, arm, anchors, cache)
-        if crop and cache.packing.bits != 4:
-            raise ValueError(f"a PackedCache of {cache.packing.bits} bits is read whole: there is nothing to verify")
-        return _with_crop(packed, crop)
+        return PackedBackend(model, arm, anchors, cache)
     if cache is not None and cache.get_seq_length() > 0:
-        return _with_crop(TorchBackend(model, arm, anchors, phi, with_room(cache)), crop)
+        return TorchBackend(model, arm, anchors, phi, with_room(cache))
     reasons = []
     for kind in kinds:
         reason = kind.refusal(model, arm, phi)
-        if reason is None and crop and not kind.crops(model, arm):
-            reason = "tokens cannot be removed"
         if reason is None:
-            return kind.open(model, arm, anchors, phi, cache, crop, room)
+            return kind.open(model, arm, anchors, phi, cache, room)
         reasons.append(f"{kind.name}: {reason}")
     raise ValueError(f"no backend serves {arm.rule.name}: {'; '.join(reasons)}")
-
-
-def _with_crop(backend: Backend, crop: bool) -> Backend:
-    if crop and not backend.can_crop:
-        raise ValueError(
-            f"verify cannot remove tokens from a {type(backend.cache).__name__} with windows or fixed sizes: pass "
-            "past_key_values=DynamicCache() from the first turn on"
-        )
-    return backend
 
 
 def terms_on(device: torch.device) -> Callable[..., Terms]:
@@ -86,17 +69,20 @@ def terms_on(device: torch.device) -> Callable[..., Terms]:
     return PrefixTerms()
 
 
-def loop_refusal(model: PreTrainedModel) -> str | None:
-    """Returns why a model cannot be called without its own cache, in one line; None if it can.
-
-    Models that need more of earlier tokens than their keys and values in every layer run under `partial_kv`.
+def require_served(model: PreTrainedModel, arm: Arm, phi: PhiMaps | None) -> None:
+    """Raises ValueError, in one line, for a model that no method works on, and for maps that are missing, not needed or
+    of another head shape.
     """
-    name = type(model).__name__
-    config = text_config(model)
-    if getattr(model, "_is_stateful", False) or len(attention_layers(model)) != config.num_hidden_layers:
-        return f"{name} has layers with states other than keys and values"
-    if getattr(config, "num_kv_shared_layers", 0) and transformers.__version__.startswith("4."):
-        return f"{name} shares keys between layers through its cache in transformers {transformers.__version__}"
-    if model.config is not config:
-        return f"{name} takes positions of images and text from its own forward pass"
-    return None
+    require_maps(arm, phi)
+    attention_layers(model)
+    require_keys_of_its_own(model)
+    if arm.needs_maps:
+        phi.require(HeadShape.of(text_config(model)))
+
+
+def require_maps(arm: Arm, phi: PhiMaps | None) -> None:
+    """Raises ValueError if a method lacks its maps, or if maps are given to a method with another residual."""
+    if phi is not None and arm.rule.own is not None:
+        raise ValueError(f"method {arm.rule.name} uses no phi maps: leave phi out")
+    if phi is None and arm.needs_maps:
+        raise ValueError(f"method {arm.rule.name} needs phi maps: pass phi=PhiMaps.load(...)")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,16 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from residual_mass.decode.arms import ArmDecoder, FullRows, Layers, PartialRows
+from residual_mass.decode.arms import ArmsBackend, FullRows, Layers, PartialRows
+from residual_mass.decode.backend import Prefill
 from residual_mass.decode.backends import terms_on
 from residual_mass.decode.prefix import Map, PrefixLayer, Summary, build_prefix, summarise_prefix
+from residual_mass.decode.recording import prefill
 from residual_mass.decode.terms import retrieved_by
+from residual_mass.decode.text import Text
 from residual_mass.model.finite import end_tokens, greedy, model_at_fault
-from residual_mass.model.hook import Prefill, attention_hook, prefill
 from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.model.rotary import frequencies_of, require_read_once, text_lengths
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
@@ -135,7 +136,7 @@ class SharedPrefillEngine:
             saturated: stops an arm once its score is determined; without it, arms run to a limit or an end token.
 
         Raises:
-            ValueError: the model's rotary frequencies change within a prompt's text.
+            ValueError: the model's rotary frequencies change within the prompts' texts, or differ between them.
             NotFiniteError: the model or the maps return a NaN or an infinity.
         """
         model = self.backbone.model
@@ -143,8 +144,7 @@ class SharedPrefillEngine:
         if isinstance(max_new_tokens, int):
             max_new_tokens = [max_new_tokens] * len(prompts)
         limits = list(max_new_tokens)
-        for prompt, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-            require_read_once(model, length, length + limit - 1, f"prompt {prompt}")
+        self.require_constant_frequencies(prompts, limits)
         started = time.monotonic()
         layers, first = self.read(prompts)
         read_seconds = time.monotonic() - started
@@ -160,6 +160,10 @@ class SharedPrefillEngine:
         self.work.decode_seconds += time.monotonic() - started
         return [self._generations(batch, e, length) for e, length in enumerate(lengths)]
 
+    def require_constant_frequencies(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
+        """Raises ValueError if rotary frequencies change within the texts of a batch, or differ between them."""
+        self.frequencies.require_growing([len(ids) for ids in prompts], [limit - 1 for limit in limits])
+
     def _generations(self, batch: RowBatch, e: int, length: int) -> list[Generation]:
         """Returns the output of every arm for an example with a prompt of `length` tokens."""
         generations = []
@@ -168,18 +172,15 @@ class SharedPrefillEngine:
             generations.append(Generation(tokens, k, finish))
         return generations
 
-    def read(self, prompts: Sequence[list[int]], length: int | None = None) -> tuple[list[PrefixLayer], list[int]]:
+    def read(self, prompts: Sequence[list[int]]) -> tuple[list[PrefixLayer], list[int]]:
         """Prefills prompts one by one; returns each layer's prefix, padded on the right, and the next tokens.
-
-        Args:
-            length: as in `prefill`.
 
         Raises:
             NotFiniteError: the model returns a NaN or an infinity.
         """
         states = []
         for prompt, ids in enumerate(prompts):
-            state = prefill(self.backbone.model, [ids], length)
+            state = prefill(self.backbone.model, [ids])
             if not state.finite:  # a key or value that is not finite nearly always shows in the logits
                 raise self._prefill_not_finite(prompt, state)
             states.append(state)
@@ -212,7 +213,7 @@ class SharedPrefillEngine:
         summaries: Summaries,
         max_arms: int | None = None,
         dense: Layers | None = None,
-    ) -> ArmDecoder:
+    ) -> ArmsBackend:
         """Builds the attention handler of some arms after prefixes.
 
         Args:
@@ -232,7 +233,7 @@ class SharedPrefillEngine:
             maps = summaries[label] if any(arm.needs_maps for arm in own_arms) else None
             rows = PartialRows(places, own_arms, layers, lengths, anchors, nominal_length, maps, dense, terms=terms)
             parts.append(rows)
-        return ArmDecoder(arms, parts, layers)
+        return ArmsBackend(arms, parts, layers)
 
     def summaries(self, layers: Sequence[PrefixLayer]) -> Summaries:
         """Summarises prefixes under all maps.
@@ -266,39 +267,27 @@ class SharedPrefillEngine:
             raise NotFiniteError(prompt, what, model_at_fault(self.backbone.spec))
         raise NotFiniteError(prompt, f"the summary of layer {index}{maps_suffix(label)} is", MAPS_AT_FAULT)
 
-    def decode(self, decoder: ArmDecoder, batch: RowBatch, lengths: list[int]) -> None:
-        """Decodes until every row of `batch` is finished, dropping finished examples and arms from `decoder`."""
+    def decode(self, arms: ArmsBackend, batch: RowBatch, lengths: Sequence[int]) -> None:
+        """Decodes until every row of `batch` is finished, dropping finished examples and arms from `arms`."""
+        text = self.text(arms, lengths)
         steps = 0
-        with attention_hook(self.backbone.model, decoder, hybrid=True):
-            while batch.shrink(decoder):
-                rows = batch.rows()
-                newest = []
-                positions = []
-                for e, a in rows:
-                    newest.append(batch.tokens[e][a][-1:])
-                    positions.append(lengths[e] + steps)
-                logits = self.forward(newest, positions)
-                # One transfer for both: a second synchronisation would take as long as the first.
-                tokens, finite = torch.stack(greedy(logits)).tolist()
-                for (e, a), good in zip(rows, finite, strict=True):
-                    if not good and batch.finish[e][a] is None:  # tokens of finished rows are not used
-                        arm = decoder.arms[batch.arms.index(a)]
-                        raise self.not_finite(e, f"generated token {steps + 2}", arm)
-                batch.add(tokens)
-                steps += 1
-        decoder.require_read(steps)
+        while batch.shrink(text):
+            newest = [batch.tokens[e][a][-1:] for e, a in batch.rows()]
+            logits = text.step(torch.tensor(newest, device=self.backbone.device))
+            # One transfer for both: a second synchronisation would take as long as the first.
+            tokens, finite = torch.stack(greedy(logits)).tolist()
+            for (e, a), good in zip(batch.rows(), finite, strict=True):
+                if not good and batch.finish[e][a] is None:  # tokens of finished rows are not used
+                    arm = arms.arms[batch.arms.index(a)]
+                    raise self.not_finite(e, f"generated token {steps + 2}", arm)
+            batch.add(tokens)
+            steps += 1
 
-    def forward(self, tokens: list[list[int]], first: list[int], length: int | None = None) -> Tensor:
-        """Computes logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N], in
-        texts that end with them or, with `length`, have this number of tokens.
-        """
-        ids = torch.tensor(tokens, device=self.backbone.device)
-        num_tokens = ids.shape[1]
-        lengths = [length or start + num_tokens for start in first]
-        starts = torch.tensor(first, device=ids.device).unsqueeze(1)
-        positions = starts + torch.arange(num_tokens, device=ids.device)  # [N, T]
-        with nullcontext() if self.frequencies is None else text_lengths(self.backbone.model, lengths):
-            return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
+    def text(self, arms: ArmsBackend, lengths: Sequence[int]) -> Text:
+        """Returns the rows (example, arm) after prefixes of so many tokens."""
+        columns = torch.arange(arms.tokens, device=self.backbone.device)
+        real = columns < torch.tensor(lengths, device=columns.device)[:, None]  # [E, L], padding on the right
+        return Text(self.backbone.model, arms, real.repeat_interleave(len(arms.arms), 0))
 
     def not_finite(self, prompt: int, of: str, arm: ArmSpec, place: str = "") -> NotFiniteError:
         """Builds the error for logits under an arm that are not finite."""
@@ -381,8 +370,8 @@ class RowBatch:
             return "length"
         return "saturated" if self.saturated is not None and self.saturated(e, tokens) else None
 
-    def shrink(self, decoder: ArmDecoder) -> bool:
-        """Drops finished examples and arms from `decoder`; returns False when all rows are finished."""
+    def shrink(self, text: Text) -> bool:
+        """Drops finished examples and arms from a text; returns False when all rows are finished."""
         unfinished = []
         for e, a in self.rows():
             if self.finish[e][a] is None:
@@ -392,9 +381,10 @@ class RowBatch:
         examples = sorted({e for e, _ in unfinished})
         arms = sorted({a for _, a in unfinished})
         if examples != self.examples or arms != self.arms:
-            rows = [self.examples.index(e) for e in examples]
-            places = [self.arms.index(a) for a in arms]
-            decoder.keep(rows, places)
+            places = [self.examples.index(e) for e in examples]
+            arm_places = [self.arms.index(a) for a in arms]
+            text.real = text.real[[e * len(self.arms) + a for e in places for a in arm_places]]
+            text.backend.keep(places, arm_places)
             self.examples = examples
             self.arms = arms
         return True

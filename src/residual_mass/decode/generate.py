@@ -1,46 +1,48 @@
-"""Generation with a method: `partial_generate`, and `partial_decoding` for `model.generate`; one loop of our own.
+"""Generation with a method: one loop, by which `partial_kv`, `partial_decoding` and `partial_generate` decode.
 
-The loop calls the model without a cache and tells the backend what each call is: the prompt, one step, or drafts. A
-plain text is one without drafts. With drafts, a pass takes n steps through the method, removes their keys and values,
-which come from approximate hidden states, and reads the newest token and the drafts at once by full attention. It
-accepts the drafts before the first that full attention rejects, and adds a token of full attention's own.
+The loop tells a `Text` what each call is, the prompt or one step, and the first backend that serves the method on the
+model and its device computes attention.
 
-Shape letters: B = batch rows, L = tokens so far, n = drafts, V = vocabulary.
+Shape letters: B = batch rows, L = tokens so far, V = vocabulary.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import (
+    BaseStreamer,
+    GenerateDecoderOnlyOutput,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
-from residual_mass.decode.backends import backend_for, loop_refusal
+from residual_mass.decode.backends import backend_for, require_maps, require_served
 from residual_mass.decode.compiled import step_for
-from residual_mass.decode.packed_backend import PackedBackend, PackedCache
-from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_steps, require_supported
-from residual_mass.decode.text import TextBatch
-from residual_mass.decode.verify import Pass, accept_or_sample, sample
-from residual_mass.kernels.layout import BLOCK
-from residual_mass.methods import Method, method_named
+from residual_mass.decode.packed_backend import PackedCache
+from residual_mass.decode.text import Text
+from residual_mass.methods import Method
+from residual_mass.methods.arms import Arm, arm_of
 from residual_mass.model.finite import end_tokens
-from residual_mass.model.layers import attention_layers, device_of
+from residual_mass.model.hook import generation_only
+from residual_mass.model.layers import attention_layers, device_of, text_config, unwrapped
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.rotary import Frequencies, frequencies_of
+from residual_mass.model.rotary import require_constant_frequencies
 from residual_mass.spec.settings import AnchorSpec
 
-MOST_DRAFTS = BLOCK - 1
-"""Most drafts of a pass: with the newest token they fill a block of a packed cache."""
 TAKEN = {
-    "attention_mask", "cache_position", "generation_config", "logits_processor", "logits_to_keep", "past_key_values",
-    "position_ids", "stopping_criteria", "synced_gpus", "use_cache",
+    "attention_mask", "cache_position", "generation_config", "inputs_embeds", "logits_processor", "logits_to_keep",
+    "past_key_values", "position_ids", "stopping_criteria", "synced_gpus", "use_cache",
 }  # fmt: skip
 """Arguments from `generate` that the loop takes, or that add nothing to these."""
 
@@ -52,23 +54,20 @@ def partial_generate(
     *,
     max_new_tokens: int,
     method: str | Method = "topk_phi",
-    budget: float | None = 0.01,
+    budget: float | None = None,
     phi: PhiMaps | None = None,
     num_sink: int = 4,
     num_tail: int = 16,
     eos_token_id: int | list[int] | None = None,
-    verify: int | None = None,
-    passes: list[Pass] | None = None,
     compile: bool | str = "auto",
 ) -> Tensor:
-    """Generates greedily, as `model.generate` with `partial_decoding`, which chooses the fastest step for the method.
+    """Generates greedily, as `model.generate` with `partial_decoding`.
 
     Args:
         input_ids: [1, L], one prompt without padding.
-        method, budget, phi, num_sink, num_tail: as for `partial_kv`.
+        method, budget, phi, num_sink, num_tail, compile: as for `partial_decoding`.
         eos_token_id: token or tokens that end the text; None takes those of the model's generation config, and an
             empty list disables them.
-        verify, passes, compile: as for `partial_decoding`.
 
     Returns:
         The prompt and up to `max_new_tokens` new tokens, the last of which may be an end token: [1, L + T].
@@ -86,7 +85,7 @@ def partial_generate(
         raise ValueError(f"partial_generate takes one prompt [1, L], not {list(input_ids.shape)}; use partial_kv")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}, not above 0")
-    decoding = partial_decoding(method, budget, phi, num_sink, num_tail, verify, passes, compile=compile)
+    decoding = partial_decoding(method, budget, phi, num_sink, num_tail, compile=compile)
     attention_layers(model)
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
@@ -107,301 +106,276 @@ def partial_generate(
 
 def partial_decoding(
     method: str | Method = "topk_phi",
-    budget: float | None = 0.01,
+    budget: float | None = None,
     phi: PhiMaps | None = None,
     num_sink: int = 4,
     num_tail: int = 16,
-    verify: int | None = None,
-    passes: list[Pass] | None = None,
     streamer: BaseStreamer | None = None,
     compile: bool | str = "auto",
 ) -> Callable[..., Any]:
     """Returns a decoding loop for `model.generate(**inputs, custom_generate=partial_decoding(...))`.
 
-    It decodes greedily or by sampling, with all options of `generate` except beams and drafts, through the first
-    backend that serves the method on the model and its device (docs/library.md has the table). A further turn takes the
-    cache of the turn before as `past_key_values`, and the whole text as `input_ids`. Where the loop does not know an
-    input, or the model depends on a cache of its own, transformers' loop runs within `partial_kv`.
+    Prompts are read exactly, and generated tokens attend through the method. The loop decodes greedily or by sampling,
+    with all options of `generate` except beams and drafts, through the first backend that serves the method on the
+    model and its device (docs/library.md has the table). A further turn takes the cache of the turn before as
+    `past_key_values`, and the whole text as `input_ids`; its new tokens are read exactly, too. Layers with a sliding
+    window or chunks attend exactly, and recurrent layers are the model's own.
 
-    With `verify` the text is full attention's: greedy, or sampled from the same distribution, for one prompt. The
-    method drafts tokens, and one pass of full attention accepts those that it would have generated. Over a packed 4-bit
-    cache full attention reads both planes, 8 bits of every key and value; otherwise it is the model's own.
+    Generated tokens are read exactly. At every 64 of them they join the prompt: from then on they are retrieved and
+    estimated like the prompt's tokens, and the budget is a share of both.
 
     Args:
-        method, budget, phi, num_sink, num_tail: as for `partial_kv`.
-        verify: tokens to draft between two passes of full attention, 1 to 63. Except for logits that tie within
-            rounding (to 8 bits over a packed cache), the greedy text does not depend on it, and neither does a sampled
-            one's distribution.
-        passes: list to which the record of each pass is appended.
+        method: full, topk, topk_phi, topk_moments or another name in `residual_mass.methods`, or your own `Method`.
+        budget: exact-support budget as a share of each row's own text, in (0, 1], including anchors; None for methods
+            that choose no tokens, full and caches. The integer 1 is refused: 0.01 is 1 %, 1.0 the whole prompt.
+        phi: maps trained for this backbone; required by methods with phi in their name, refused by methods with another
+            residual.
+        num_sink, num_tail: first and last positions of the prompt that are always exact.
         streamer: receives the prompt and every token, because `generate` passes its own to no `custom_generate`.
         compile: whether `torch.compile` makes one graph of a step, on a CPU: it takes up to a minute or two the first
             time, some seconds in a later process, and nothing in a later call. "auto" compiles if so many tokens are
             asked for that it repays. Logits differ by rounding.
 
     Raises:
-        ValueError: as for `partial_kv`; verify is out of range, or the method has no partial step; when called, an
-            option of `generate` is not supported, or compile is True and the model cannot be compiled.
+        ValueError: the method is unknown, the budget missing or out of range, the maps are missing, not needed or of
+            another head shape; when called, the model or an option of `generate` is not supported, or compile is True
+            and the model cannot be compiled.
     """
-    rule = method_named(method)
-    if compile not in (True, False, "auto"):
-        raise ValueError(f'compile is {compile!r}, not True, False or "auto"')
-    if verify is not None and (type(verify) is not int or not 1 <= verify <= MOST_DRAFTS):
-        raise ValueError(
-            f"verify is {verify!r}, not a number of drafts from 1 to {MOST_DRAFTS}: a longer draft does not fit the "
-            f"window of {BLOCK} tokens that is verified at once"
+    return Decoding(arm_of(method, budget), AnchorSpec(num_sink, num_tail), phi, compile).with_streamer(streamer)
+
+
+@contextmanager
+def partial_kv(
+    model: PreTrainedModel,
+    method: str | Method = "topk_phi",
+    budget: float | None = None,
+    phi: PhiMaps | None = None,
+    num_sink: int = 4,
+    num_tail: int = 16,
+    cache: PackedCache | None = None,
+    compile: bool | str = "auto",
+) -> Iterator[Session]:
+    """Context in which `model.generate` decodes by `partial_decoding`, for code that calls it somewhere else.
+
+    Other calls of the model in this thread are refused, because they would be full attention; other threads can call
+    it. A `generate` that is still running in another thread when the context ends keeps the method to its end.
+
+    Args:
+        method, budget, phi, num_sink, num_tail, compile: as for `partial_decoding`.
+        cache: what `generate` gets as `past_key_values` if it gets none.
+
+    Yields:
+        The session, which counts decode steps.
+
+    Warns:
+        UserWarning: the context ended without a decode step through the method, so that all attention was full.
+
+    Raises:
+        ValueError: as for `partial_decoding`; contexts on one model are nested.
+    """
+    inner = unwrapped(model)
+    session = Session(inner, Decoding(arm_of(method, budget), AnchorSpec(num_sink, num_tail), phi, compile), cache)
+    if isinstance(getattr(vars(inner).get("generate"), "__self__", None), Session):
+        raise ValueError("the model is within partial_kv already; contexts on one model cannot be nested")
+    own = vars(inner).get("generate")
+    with generation_only(inner):
+        inner.generate = session.generate
+        try:
+            yield session
+        finally:
+            del inner.generate
+            if own is not None:
+                inner.generate = own
+    arm = session.decoding.arm
+    if not arm.is_full and not session.partial_calls:
+        warnings.warn(
+            f"partial_kv: no decode step went through {arm.rule.name}, so all attention was full: prompts are read "
+            "exactly",
+            stacklevel=3,
         )
-    if verify is not None and rule.whole_prefix:
-        raise ValueError(f"method {rule.name} has no partial step to draft by: leave verify out")
-    arm = make_arm(rule, budget)
-    anchors = AnchorSpec(num_sink, num_tail)
-    require_maps(arm, phi)
-
-    def decode(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
-        config = options["generation_config"]
-        require_supported(model, arm, phi)
-        require_plain_mode(config, rule)
-        cache = options.get("past_key_values")
-        refusal = loop_refusal(model) or input_refusal(input_ids, config, options)
-        if refusal is None and verify is None and frequencies_of(model) is not None:
-            refusal = f"{type(model).__name__}'s rotary frequencies depend on the length of the text"
-        if verify is not None:
-            require_one_plain_prompt(input_ids, options, refusal)
-        if cache is not None and cache.get_seq_length() >= input_ids.shape[1] > 0 and refusal is None:
-            raise ValueError(
-                f"the cache holds {cache.get_seq_length()} tokens, and input_ids {input_ids.shape[1]}: pass the whole "
-                "text of all turns, with new tokens"
-            )
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-        if refusal is not None:
-            if compile is True:
-                raise ValueError(f"compile=True is for our own loop, and {refusal}; leave compile out")
-            if PackedBackend.refusal(model, arm) is None and takes_packed(model, input_ids, config, options):
-                options["past_key_values"] = PackedCache(model, rule)
-            with warnings.catch_warnings(), partial_kv(model, rule, budget, phi, num_sink, num_tail):
-                warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
-                return model._sample(input_ids, streamer=streamer, **options)
-        real = padding_of(options.get("attention_mask"))
-        room = MOST_DRAFTS if config.max_length is None else config.max_length - input_ids.shape[1]
-        backend = backend_for(model, arm, anchors, phi, cache, crop=verify is not None, room=room)
-        text = TextBatch(model, backend, real, step_for(model, compile, len(input_ids), room))
-        return Decoding(
-            text,
-            config,
-            options["logits_processor"],
-            options["stopping_criteria"],
-            streamer,
-            verify,
-            [] if passes is None else passes,
-            frequencies_of(model),
-        ).run(input_ids)
-
-    return decode
 
 
-@dataclass
-class Decoding:
-    """One generation: continues the texts that `text` reads.
+class Session:
+    """What a `partial_kv` context runs in place of `model.generate`.
 
     Attributes:
-        verify: number of drafts of a pass; None generates by the method alone.
-        passes: list to which the record of each pass is appended.
-        frequencies: of the model, if they depend on the length of the text. A pass reads tokens at once whose
-            frequencies full attention has one by one, so no draft goes to where they change.
-        unfinished: [B] bool, rows that have met no stopping criterion.
+        partial_calls: number of decode steps through the method by index of a layer that reads the whole text.
     """
 
-    text: TextBatch
-    config: GenerationConfig
-    processor: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    streamer: BaseStreamer | None
-    verify: int | None
-    passes: list[Pass]
-    frequencies: Frequencies | None = None
-    scores: tuple[Tensor, ...] = ()
-    logits: tuple[Tensor, ...] = ()
-    unfinished: Tensor = field(default_factory=lambda: torch.empty(0))
+    def __init__(self, model: PreTrainedModel, decoding: Decoding, cache: PackedCache | None) -> None:
+        decoding.require(model)
+        self.model = model
+        self.decoding = decoding
+        self.cache = cache
+        self.partial_calls: Counter[int] = decoding.steps
+        self._generate = model.generate
 
-    def run(self, ids: Tensor) -> Tensor | GenerateDecoderOnlyOutput:
-        """Continues the texts [B, L], whose beginnings may be in the cache; returns what `model.generate` returns."""
-        self.unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-        ids = self._begun(ids)
-        while bool(self.unfinished.any()):
-            if self.verify is None:
-                logits = self.text.step(ids[:, -1:])
-                ids, _ = self._extended(ids, logits, [])
-            elif self._dropped(ids):
-                ids = self._begun(ids)
-            else:
-                ids = self._verified_pass(ids)
-        if self.streamer is not None:
-            self.streamer.end()
-        if not self.config.return_dict_in_generate:
-            return ids
-        return GenerateDecoderOnlyOutput(
-            sequences=ids,
-            scores=self.scores if self.config.output_scores else None,
-            logits=self.logits if self.config.output_logits else None,
-            past_key_values=self.text.backend.cache,
+    def generate(self, *args: Any, streamer: BaseStreamer | None = None, tokenizer: Any = None, **options: Any) -> Any:
+        """Generates as `model.generate` does, by the method."""
+        for name in ("custom_generate", "assistant_model"):
+            if options.get(name) is not None:
+                raise ValueError(f"within partial_kv the method decodes, one token a step: leave out {name}")
+        config = options.get("generation_config") or self.model.generation_config
+        stops = options.get("stop_strings", config.stop_strings)
+        if stops is not None and tokenizer is not None:  # `generate` passes no tokenizer to a loop that is not its own
+            stop = StopStringCriteria(getattr(tokenizer, "tokenizer", tokenizer), stops)
+            criteria = options.get("stopping_criteria") or ()
+            options["stopping_criteria"] = StoppingCriteriaList([*criteria, stop])
+            options["stop_strings"] = None
+        if self.cache is not None and options.get("past_key_values") is None:
+            options["past_key_values"] = self.cache
+        return self._generate(*args, custom_generate=self.decoding.with_streamer(streamer), **options)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A method with all that decides how it decodes.
+
+    Attributes:
+        steps: number of decode steps through the method so far, by index of a layer that reads the whole text.
+
+    Raises:
+        ValueError: `compile` is something else.
+    """
+
+    arm: Arm
+    anchors: AnchorSpec
+    phi: PhiMaps | None
+    compile: bool | str
+    steps: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f'compile is {self.compile!r}, not True, False or "auto"')
+        require_maps(self.arm, self.phi)
+
+    def require(self, model: PreTrainedModel) -> None:
+        """Raises ValueError for a model that is not supported, or not with these maps."""
+        require_served(model, self.arm, self.phi)
+
+    def with_streamer(self, streamer: BaseStreamer | None) -> Callable[..., Any]:
+        """Returns the loop for `custom_generate`."""
+
+        def decode(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
+            return self.generated(model, input_ids, streamer, options)
+
+        return decode
+
+    def generated(
+        self, model: PreTrainedModel, ids: Tensor, streamer: BaseStreamer | None, options: dict[str, Any]
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Continues texts [B, L] with the options that `generate` prepared."""
+        config = options["generation_config"]
+        self.require(model)
+        require_plain_mode(config)
+        inputs = taken_inputs(model, ids, options)
+        prompt = ids
+        if "inputs_embeds" in inputs:  # `ids` are tokens after these vectors, usually none
+            prompt = torch.zeros(inputs["inputs_embeds"].shape[:2], dtype=torch.long, device=ids.device)
+        mask = options.get("attention_mask")
+        require_constant_frequencies(model, prompt, mask, config.max_length)
+        if streamer is not None:
+            streamer.put(ids.cpu())
+        room = 0 if config.max_length is None else config.max_length - ids.shape[1]
+        backend = backend_for(model, self.arm, self.anchors, self.phi, options.get("past_key_values"), room)
+        text = Text(model, backend, padding_of(mask), step_for(model, self.compile, len(ids), room))
+        logits = read(text, prompt, config.prefill_chunk_size, inputs)
+        before = text.tokens
+        output = continued(
+            text, ids, logits, config, options["logits_processor"], options["stopping_criteria"], streamer
         )
+        for layer in text.full_layers:
+            self.steps[layer] += text.tokens - before
+        return output
 
-    def _begun(self, ids: Tensor) -> Tensor:
-        """Reads the tokens that the backend lacks, all of them where the model would drop its cache. Returns the texts
-        with the next tokens.
-        """
-        size = self.config.prefill_chunk_size
-        if self._dropped(ids):
-            self.text.restart()
-        if self.frequencies is not None and not self.frequencies.grows:
-            size = None  # so that all tokens have the same frequencies
-        if not self.text.backend.reads_batches_in_parts and (len(ids) > 1 or self.text.real is not None):
-            size = None
-        unread = ids[:, self.text.tokens :]
-        for piece in unread.split(size or unread.shape[1], 1):
-            logits = self.text.read(piece)
-        ids, _ = self._extended(ids, logits, [])
-        return ids
 
-    def _dropped(self, ids: Tensor) -> bool:
-        """Returns whether `generate` would drop the cache before it reads these texts, as models with LongRoPE do."""
-        held = self.text.tokens
-        if self.frequencies is None or self.frequencies.same(held, ids.shape[1]):
-            return False
-        inputs = self.text.model.prepare_inputs_for_generation(
-            ids, past_key_values=self.text.backend.cache, attention_mask=torch.ones_like(ids), use_cache=True
-        )
-        return inputs.get("past_key_values") is None or self.text.backend.cache.get_seq_length() < held
+def read(text: Text, ids: Tensor, size: int | None, inputs: dict[str, Any]) -> Tensor:
+    """Reads the tokens of prompts [B, L] that a text lacks, `size` at a time; returns the logits [B, 1, V] after them."""
+    whole = bool(inputs) or text.frequencies.change
+    if whole or (not text.backend.reads_batches_in_parts and (len(ids) > 1 or text.real is not None)):
+        size = None
+    unread = ids[:, text.tokens :]
+    for piece in unread.split(size or unread.shape[1], 1):
+        logits = text.read(piece, **inputs)
+    return logits
 
-    def _extended(self, ids: Tensor, logits: Tensor, drafts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
-        """Appends tokens to the texts [B, L] by the logits [B, n + 1, V] after them and after each draft.
 
-        Args:
-            drafts: n tokens [1] with the probabilities [V] from which they were drawn.
+def continued(
+    text: Text,
+    ids: Tensor,
+    logits: Tensor,
+    config: GenerationConfig,
+    processor: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    streamer: BaseStreamer | None,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decodes token by token, as transformers' own loop.
 
-        Returns:
-            The texts with the accepted drafts and one more token, unless they ended before; the number of drafts that
-            were accepted.
-        """
-        num_accepted = 0
-        for at in range(len(drafts) + 1):
-            raw = logits[:, at].to(torch.float32, copy=True)
-            scores = self.processor(ids, raw)
-            accepted = False
-            if at < len(drafts):
-                drafted, q = drafts[at]
-                p = self._probabilities(scores)[0]
-                token, accepted = accept_or_sample(p, q, drafted)
-            else:
-                token = self._chosen(scores)
-            ids = torch.cat((ids, token[:, None]), 1)
-            num_accepted += accepted
-            self._tell(token, scores, raw)
-            self.unfinished &= ~self.criteria(ids, self.scores or None)
-            if not accepted or not bool(self.unfinished.any()):
-                break
-        return ids, num_accepted
+    Args:
+        ids: [B, L], the texts so far.
+        logits: [B, 1, V] after them.
 
-    def _chosen(self, scores: Tensor) -> Tensor:
-        """Chooses the next tokens [B] by processed scores [B, V]; finished rows get padding."""
-        if self.config.do_sample:
+    Returns:
+        What `model.generate` returns.
+    """
+    stops_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    unfinished = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+    kept_scores: tuple[Tensor, ...] = ()
+    kept_logits: tuple[Tensor, ...] = ()
+    while True:
+        raw = logits[:, -1].to(torch.float32, copy=True)
+        scores = processor(ids, raw)
+        if config.do_sample:
             token = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
         else:
             token = scores.argmax(-1)
-        stops_rows = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
-        if not stops_rows or bool(self.unfinished.all()):  # without end tokens all rows go on, as in `generate`
-            return token
-        return torch.where(self.unfinished, token, self.config._pad_token_tensor.to(token.device))
-
-    def _probabilities(self, scores: Tensor) -> Tensor:
-        """Returns the probabilities [B, V] of the next tokens; those of a greedy choice are 0 and 1."""
-        if self.config.do_sample:
-            return scores.softmax(-1)
-        return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1)
-
-    def _tell(self, token: Tensor, scores: Tensor, raw: Tensor) -> None:
-        if self.streamer is not None:
-            self.streamer.put(token.cpu())
-        if self.config.return_dict_in_generate:
-            if self.config.output_scores:
-                self.scores += (scores,)
-            if self.config.output_logits:
-                self.logits += (raw,)
-
-    def _verified_pass(self, ids: Tensor) -> Tensor:
-        """Drafts tokens by steps, and keeps those that full attention accepts, with one token of its own."""
-        text = self.text
-        length = ids.shape[1] - 1
-        count = self.verify
-        if self.criteria.max_length is not None:
-            left = self.criteria.max_length - ids.shape[1]
-            count = min(count, left - 1)  # the pass adds a token of full attention's own
-        if self.frequencies is not None:
-            room = self.frequencies.room(ids.shape[1])
-            count = count if room is None else min(count, room)
-        text.backend.reserve(count + 1)
-        started = time.perf_counter()
-        drafted, drafts = self._drafts(ids, count)
-        between = time.perf_counter()
-        text.crop(len(drafts))
-        logits = text.verify(drafted[:, length:])
-        ids, num_accepted = self._extended(ids, logits, drafts)
-        text.crop(text.tokens - (ids.shape[1] - 1))
-        ended = time.perf_counter()
-        self.passes.append(Pass(len(drafts), num_accepted, between - started, ended - between))
+        if stops_rows:  # without end tokens all rows go on
+            token = torch.where(unfinished, token, config._pad_token_tensor.to(token.device))
+        ids = torch.cat((ids, token[:, None]), 1)
+        if streamer is not None:
+            streamer.put(token.cpu())
+        if config.return_dict_in_generate and config.output_scores:
+            kept_scores += (scores,)
+        if config.return_dict_in_generate and config.output_logits:
+            kept_logits += (raw,)
+        unfinished = unfinished & ~criteria(ids, kept_scores or None)
+        if not bool(unfinished.any()):
+            break
+        logits = text.step(ids[:, -1:])
+    if streamer is not None:
+        streamer.end()
+    if not config.return_dict_in_generate:
         return ids
-
-    def _drafts(self, ids: Tensor, count: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Drafts up to `count` tokens, fewer after an end token. Returns the text with them, and the tokens [1] with
-        the probabilities [V] from which they were drawn.
-        """
-        given = [] if self.config.eos_token_id is None else self.config.eos_token_id
-        ends = end_tokens(self.text.model, given)
-        drafts: list[tuple[Tensor, Tensor]] = []
-        while len(drafts) < count and not (drafts and int(ids[0, -1]) in ends):
-            logits = self.text.step(ids[:, -1:])
-            raw = logits[:, -1].to(torch.float32, copy=True)
-            scores = self.processor(ids, raw)
-            p = self._probabilities(scores)[0]
-            token = sample(p)
-            drafts.append((token, p))
-            ids = torch.cat((ids, token[None]), 1)
-        return ids, drafts
+    return GenerateDecoderOnlyOutput(
+        sequences=ids,
+        scores=kept_scores if config.output_scores else None,
+        logits=kept_logits if config.output_logits else None,
+        past_key_values=text.backend.cache,
+    )
 
 
 # ---- what the loop takes ---------------------------------------------------------------------------------------------
 
 
-def require_plain_mode(config: GenerationConfig, rule: Method) -> None:
+def require_plain_mode(config: GenerationConfig) -> None:
     """Raises ValueError unless `generate` decodes greedily or by sampling, one token of each text a step."""
     mode = config.get_generation_mode()
-    require_steps(config, mode, rule)
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            "a method reads one token a step, not drafts of several: leave out assistant_model, "
+            "prompt_lookup_num_tokens and assistant_early_exit"
+        )
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
-            f"partial_decoding does not support {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
-            "num_beams=1, or within partial_kv"
+            f"a method does not support {mode.value.replace('_', ' ')}, which moves rows between steps or reads other "
+            "layers: generate greedily or by sampling, with num_beams=1"
         )
-
-
-def takes_packed(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, options: dict[str, Any]) -> bool:
-    """Returns whether transformers' loop can run over a packed cache of ours, in place of an empty `DynamicCache`.
-
-    Padding must be on the left, and the text must keep its rotary frequencies: what is packed is not packed again.
-    """
-    cache = options.get("past_key_values")
-    if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
-        return False
-    if not padded_left(options.get("attention_mask")):
-        return False
-    frequencies = frequencies_of(model)
-    if frequencies is None:
-        return True
-    return config.max_length is not None and frequencies.same(ids.shape[1], config.max_length - 1)
-
-
-def padded_left(mask: Tensor | None) -> bool:
-    """Returns whether an attention mask [B, L] hides nothing but the beginnings of rows."""
-    return mask is None or bool((mask.cummax(1).values == mask).all())
+    if config.guidance_scale not in (None, 1):
+        raise ValueError("a method reads one text, but guidance_scale needs a second one: leave it out")
+    if config.output_attentions:
+        raise ValueError("a method computes no attention weights: unset output_attentions")
+    if config.output_hidden_states:
+        raise ValueError("our loop keeps no hidden states: unset output_hidden_states")
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:
@@ -411,36 +385,46 @@ def padding_of(mask: Tensor | None) -> Tensor | None:
     return mask.bool()
 
 
-def input_refusal(ids: Tensor, config: GenerationConfig, options: dict[str, Any]) -> str | None:
-    """Returns why our loop does not take the inputs of a call of `generate`, in one line; None if it does."""
-    more = sorted(name for name, value in options.items() if name not in TAKEN and value is not None)
-    if more:
-        return f"it reads only token ids: leave out {', '.join(more)}"
-    if config.output_hidden_states:
-        return "it keeps no hidden states: unset output_hidden_states"
-    mask = options.get("attention_mask")
-    # `_mask_length` is the length of an omitted mask that hides nothing.
-    if getattr(config, "_mask_length", ids.shape[1]) != ids.shape[1] or (mask is not None and mask.shape != ids.shape):
-        return "input_ids must hold the whole text of all turns"
-    if not padded_left(mask):
-        return "it takes padding on the left alone"
+def taken_inputs(model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the model reads with a prompt beside its ids: vectors in their place, or images.
+
+    Raises:
+        ValueError: the loop does not take the inputs of a call of `generate`.
+    """
+    more = {name: value for name, value in options.items() if name not in TAKEN and value is not None}
+    if more and model.config is text_config(model):
+        raise ValueError(f"our loop reads only tokens: leave out {', '.join(sorted(more))}")
+    vectors = options.get("inputs_embeds")
+    if vectors is not None:
+        more["inputs_embeds"] = vectors
     cache = options.get("past_key_values")
     if cache is not None and type(cache) not in (DynamicCache, PackedCache):
-        return f"it does not fill a {type(cache).__name__}: pass past_key_values=DynamicCache()"
-    positions = options.get("position_ids")
-    if positions is not None:
-        counted = (torch.ones_like(ids) if mask is None else mask).cumsum(1) - 1
-        own = positions.expand(len(ids), -1)
-        if own.shape != counted.shape or bool(((own != counted) & (counted >= 0)).any()):
-            return "it counts positions itself: leave out position_ids"
-    return None
+        raise ValueError(f"our loop does not fill a {type(cache).__name__}: pass past_key_values=DynamicCache()")
+    held = 0 if cache is None else cache.get_seq_length()
+    if held and more:
+        raise ValueError(f"a further turn takes token ids alone: leave out {', '.join(sorted(more))}")
+    if held >= ids.shape[1] > 0:
+        raise ValueError(
+            f"the cache holds {held} tokens, and input_ids {ids.shape[1]}: pass the whole text of all turns, with new "
+            "tokens"
+        )
+    columns = ids.shape if vectors is None else vectors.shape[:2]
+    mask = options.get("attention_mask")
+    # `_mask_length` is the length of an omitted mask that hides nothing.
+    length = getattr(options["generation_config"], "_mask_length", columns[1]) if mask is None else mask.shape[1]
+    if length != columns[1] or (mask is not None and mask.ndim != 2):
+        raise ValueError("input_ids must hold the whole text of all turns, and attention_mask [B, L] cover it")
+    if not more.keys() - {"inputs_embeds"}:
+        require_counted(options.get("position_ids"), mask, columns)
+    return more
 
 
-def require_one_plain_prompt(ids: Tensor, options: dict[str, Any], refusal: str | None) -> None:
-    """Raises ValueError for inputs whose drafts cannot be verified."""
-    if len(ids) != 1:
-        raise ValueError(f"verify takes one prompt, not {len(ids)} (num_return_sequences counts): generate one by one")
-    if refusal is None and padding_of(options.get("attention_mask")) is not None:
-        refusal = "it takes a prompt without padding"
-    if refusal is not None:
-        raise ValueError(f"verify runs our own loop, and {refusal}")
+def require_counted(positions: Tensor | None, mask: Tensor | None, columns: tuple[int, int]) -> None:
+    """Raises ValueError unless positions [B, L] of a prompt are what the loop counts, without padding."""
+    if positions is None or positions.ndim != 2:
+        return
+    counted = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
+    counted = counted.cumsum(1) - 1
+    own = positions.cpu().expand(columns[0], -1)
+    if own.shape != counted.shape or bool(((own != counted) & (counted >= 0)).any()):
+        raise ValueError("our loop counts positions itself: leave out position_ids")

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import CacheBackend, LayerCall, Prefill
 from residual_mass.decode.terms import retrieved_by
 from residual_mass.kernels import LayerCache, load
 from residual_mass.kernels.library import LAYOUT, WIDTHS
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import packing_of
-from residual_mass.model.hook import Prefill, exact_attention
+from residual_mass.model.hook import exact_attention
 from residual_mass.model.layers import attention_layers, device_of, sinks_of, text_config, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps, read_safetensors, write_safetensors
 from residual_mass.spec.settings import AnchorSpec
@@ -90,18 +90,15 @@ class PackedLayer(CacheLayerMixin):
 class PackedCache(Cache):
     """Keys and values of a prompt and of later tokens, packed for the CPU kernels of a method.
 
-    Pass it to `partial_kv` and, as `past_key_values`, to `model.generate` within that context. It can be used for
+    Pass it as `past_key_values` to `model.generate` within `partial_kv` or with `partial_decoding`. It can be used for
     several turns, and `save` and `load` store its state on disk. `copy.deepcopy` makes a cache that goes on by itself.
     Layers with a window keep the last tokens as transformers' own cache does.
-
-    Attributes:
-        reader: the session whose call of the model is running; only its attention can read packed keys.
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method) -> None:
         """Raises ValueError if the kernels do not support the model or the method."""
         method = method_named(method)
-        refusal = PackedBackend.refusal(model, Arm(method, None))
+        refusal = packing_refusal(model, method)
         if refusal is not None:
             raise ValueError(
                 f"no PackedCache of {method.name} for this model and machine: {refusal}; leave the cache out"
@@ -114,17 +111,13 @@ class PackedCache(Cache):
         self.packing = packing_of(method)
         self.library = load()
         self.shape = HeadShape.of(text_config(model))
-        self.reader: object | None = None
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self.reader is None:
-            raise ValueError(
-                "only partial_kv and partial_decoding read a PackedCache: call the model within "
-                "`with partial_kv(model, method, budget, cache=cache)`"
-            )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raises ValueError: a model that is called by itself would attend to its new tokens alone."""
+        raise ValueError(
+            "only our own loop reads a PackedCache: generate within `with partial_kv(model, method, budget)`, or with "
+            "custom_generate=partial_decoding(method, budget)"
+        )
 
     @property
     def packed_layers(self) -> list[PackedLayer]:
@@ -143,12 +136,6 @@ class PackedCache(Cache):
         packed = sum(layer.packed.bytes for layer in self.packed_layers if layer.packed is not None)
         windows = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
         return packed + sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
-
-    def reserve(self, count: int) -> None:
-        """Makes room for up to 64 tokens that `crop` may remove again."""
-        for layer in self.packed_layers:
-            if layer.packed is not None:
-                layer.packed.reserve(count)
 
     def save(self, path: str | Path) -> None:
         """Writes the state to a safetensors file, which `load` reads.
@@ -270,7 +257,7 @@ def restore_window(layer: DynamicSlidingWindowLayer, own: dict[str, Tensor], col
     layer.cumulative_length = columns
 
 
-class PackedBackend(Backend):
+class PackedBackend(CacheBackend):
     """Packs prompts, then computes attention by the kernels.
 
     Args:
@@ -299,103 +286,52 @@ class PackedBackend(Backend):
         self.arm = arm
         self.anchors = anchors
         self.cache = cache
-        self.partial_calls: dict[int, int] = {}
         self.retrieved = functools.cache(lambda count: retrieved_by(arm, count, anchors, None))
         """K of a row of so many tokens."""
 
     @classmethod
     def refusal(cls, model: PreTrainedModel, arm: Arm, phi: PhiMaps | None = None) -> str | None:
-        name = arm.rule.name
-        if packing_of(arm.rule) is None:
-            served = "full attention, an 8-bit cache, and a 4-bit scan alone or with regression"
-            return f"the CPU kernels serve {served}, not {name}"
-        try:
-            layers = attention_layers(model)
-        except ValueError as error:
-            return str(error)
-        config = text_config(model)
-        if getattr(config, "kv_lora_rank", None) is not None:
-            return f"{type(model).__name__} has latent attention, whose caches hold no keys"
-        if getattr(config, "num_kv_shared_layers", 0):
-            return f"{type(model).__name__} shares keys between layers"
-        if device_of(model).type != "cpu":
-            return "the kernels run on CPUs"
-        held = DynamicCache(config=model.config).layers
-        for layer in layers:
-            plain = type(held[layer.layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
-            if window_of(layer) is None and not plain:
-                return f"{type(model).__name__} has states beside the keys in a layer"
-        width = HeadShape.of(config).head_dim
-        if width not in WIDTHS:
-            return f"the kernels take heads of {', '.join(map(str, WIDTHS))} channels, not {width}"
-        if load() is None:
-            return "the kernels are not built here, or turned off (docs/library.md)"
-        return None
-
-    @classmethod
-    def crops(cls, model: PreTrainedModel, arm: Arm) -> bool:
-        """Returns whether drafts can be removed: windows forget tokens, and steps over other formats than the 4-bit
-        scan's read every token, so that nothing is to verify.
-        """
-        return packing_of(arm.rule).bits == 4 and not any(map(window_of, attention_layers(model)))
+        if arm.is_full and model.dtype != torch.bfloat16:
+            dtype = str(model.dtype).removeprefix("torch.")
+            return f"a packed cache would round the keys of a model in {dtype} to bfloat16, and full attention is exact"
+        return packing_refusal(model, arm.rule)
 
     @classmethod
     def open(
-        cls,
-        model: PreTrainedModel,
-        arm: Arm,
-        anchors: AnchorSpec,
-        phi: PhiMaps | None,
-        cache: Cache | None,
-        crop: bool,
-        room: int,
+        cls, model: PreTrainedModel, arm: Arm, anchors: AnchorSpec, phi: PhiMaps | None, cache: Cache | None, room: int
     ) -> PackedBackend:
         return cls(model, arm, anchors, PackedCache(model, arm.rule))
-
-    @property
-    def can_crop(self) -> bool:
-        return self.crops(self.model, self.arm)
 
     @property
     def kept_bytes(self) -> int:
         return self.cache.nbytes
 
-    def read(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        layer = self._layer(module, key)
-        layer.tokens += key.shape[2]
+    def read(self, call: LayerCall) -> Tensor:
+        layer = self._layer(call)
+        layer.tokens += call.key.shape[2]
         if layer.packed is None:
-            layer.lazy_initialization(key, value)
-            output = exact_attention(module, query, key, value, mask, scale)
-            layer.packed = self._packed(key, value, mask)
+            layer.lazy_initialization(call.key, call.value)
+            output = exact_attention(*call)
+            layer.packed = self._packed(call.key, call.value, call.mask)
             return output
-        self._require_one_prompt(layer.packed)
-        return with_sinks(module, layer.packed.read, query, key, value, scale)
+        if layer.packed.batch > 1:
+            raise ValueError("a further turn on a PackedCache takes one prompt, not several")
+        return with_sinks(layer.packed.read, call)
 
-    def verify(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        layer = self._layer(module, key)
-        layer.tokens += key.shape[2]
-        self._require_one_prompt(layer.packed)
-        return with_sinks(module, layer.packed.attend, query, key, value, scale)
-
-    def step(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        layer = self._layer(module, key)
-        layer.tokens += 1
-        index = module.layer_idx
-        self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
+    def step(self, call: LayerCall) -> Tensor:
+        layer = self._layer(call)
         layer.packed.choose(self.retrieved, residual=self.arm.rule.own is not None)
-        return with_sinks(module, layer.packed.step, query, key, value, scale)
-
-    def reserve(self, tokens: int) -> None:
-        self.cache.reserve(tokens)
+        count = call.query.shape[2]
+        layer.tokens += count
+        if count == 1:
+            return with_sinks(layer.packed.step, call)
+        outputs = []
+        for token in range(count):
+            new = (x[:, :, token : token + 1] for x in (call.query, call.key, call.value))
+            outputs.append(with_sinks(layer.packed.step, LayerCall(call.module, *new, None, call.scale)))
+        return torch.cat(outputs, 1)
 
     def take(self, read: Prefill) -> None:
-        """Packs prompts without padding that were prefilled elsewhere."""
         for index, (key, value) in read.layers.items():
             layer = self.cache.layers[index]
             if not isinstance(layer, PackedLayer):
@@ -405,32 +341,27 @@ class PackedBackend(Backend):
             layer.packed = self._packed(key, value, None)
             layer.tokens = key.shape[2]
 
-    def _layer(self, module: nn.Module, key: Tensor) -> PackedLayer:
-        """Returns the layer of a module; raises ValueError if it holds another model's tokens or number of prompts."""
-        layer = self.cache.layers[module.layer_idx]
+    def _layer(self, call: LayerCall) -> PackedLayer:
+        """Returns the layer of a call; raises ValueError if it holds another model's tokens or number of prompts."""
+        layer = self.cache.layers[call.index]
         packed = layer.packed
-        if packed is not None and (packed.heads, packed.width, packed.batch) != (
-            key.shape[1],
-            key.shape[3],
-            key.shape[0],
-        ):
+        batch, heads, _, width = call.key.shape
+        if packed is not None and (packed.heads, packed.width, packed.batch) != (heads, width, batch):
             raise ValueError(
                 f"the cache holds {packed.batch} prompts of {packed.heads} KV heads of width {packed.width}, not "
-                f"{key.shape[0]} of {key.shape[1]} of {key.shape[3]}: use it with the model and prompt it was made for"
+                f"{batch} of {heads} of {width}: use it with the model and prompt it was made for"
             )
         return layer
 
-    def _require_one_prompt(self, packed: LayerCache) -> None:
-        if packed.batch > 1:
-            raise ValueError("a further turn on a PackedCache takes one prompt, not several")
-
     def _packed(self, key: Tensor, value: Tensor, mask: Tensor | None) -> LayerCache:
+        """Packs the prompts [B, Hkv, L, D] of a layer; their padding may be anywhere."""
         first = [0] * len(key)
         if mask is not None:
             visible = mask[:, 0, -1].expand(len(key), -1)
-            first = visible.int().argmax(-1).tolist()
-            if not all(bool(row[start:].all()) for row, start in zip(visible, first, strict=True)):
-                raise ValueError("a PackedCache takes prompts that are padded only on the left")
+            order = visible.to(torch.uint8).argsort(dim=-1, stable=True)  # padding first
+            key = key.gather(2, order[:, None, :, None].expand_as(key))
+            value = value.gather(2, order[:, None, :, None].expand_as(value))
+            first = (~visible).sum(-1).tolist()
         packing = self.cache.packing
         return LayerCache(
             self.cache.library,
@@ -444,18 +375,45 @@ class PackedBackend(Backend):
         )
 
 
-def with_sinks(
-    module: nn.Module, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> Tensor:
+def packing_refusal(model: PreTrainedModel, method: Method) -> str | None:
+    """Returns why a model's keys and values cannot be packed for a method here, in one line; None if they can."""
+    if packing_of(method) is None:
+        served = "full attention, an 8-bit cache, and a 4-bit scan alone or with regression"
+        return f"the CPU kernels serve {served}, not {method.name}"
+    try:
+        layers = attention_layers(model)
+    except ValueError as error:
+        return str(error)
+    config = text_config(model)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return f"{type(model).__name__} has latent attention, whose caches hold no keys"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return f"{type(model).__name__} shares keys between layers"
+    if device_of(model).type != "cpu":
+        return "the kernels run on CPUs"
+    held = DynamicCache(config=model.config).layers
+    for layer in layers:
+        plain = type(held[layer.layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
+        if window_of(layer) is None and not plain:
+            return f"{type(model).__name__} has states beside the keys in a layer"
+    width = HeadShape.of(config).head_dim
+    if width not in WIDTHS:
+        return f"the kernels take heads of {', '.join(map(str, WIDTHS))} channels, not {width}"
+    if load() is None:
+        return "the kernels are not built here, or turned off (docs/library.md)"
+    return None
+
+
+def with_sinks(attend: Callable[..., Tensor], call: LayerCall) -> Tensor:
     """Returns outputs [B, T, Hq, D] of a method of `LayerCache`, with a layer's sinks in the softmax.
 
     A sink has a logit and no value, so that it is one more term of the denominator.
     """
-    sinks = sinks_of(module)
+    sinks = sinks_of(call.module)
     if sinks is None:
-        return attend(query, key, value, scale)
-    batch, heads, count, _ = query.shape
+        return attend(call.query, call.key, call.value, call.scale)
+    batch, heads, count, _ = call.query.shape
     log_mass = torch.empty(batch, count, heads, dtype=torch.float32, device="cpu")
-    output = attend(query.float(), key, value, scale, log_mass=log_mass)
+    output = attend(call.query.float(), call.key, call.value, call.scale, log_mass=log_mass)
     share = torch.sigmoid(log_mass - sinks.float())
-    return (output * share.unsqueeze(-1)).to(query.dtype)
+    return (output * share.unsqueeze(-1)).to(call.query.dtype)

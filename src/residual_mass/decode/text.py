@@ -1,4 +1,5 @@
-"""Calls of a model that holds no state: a `TextBatch` says what each call is, and a backend owns the keys and values.
+"""Texts that a model reads and continues: a `Text` is the only thing that calls a model, and its backend the only thing
+that computes attention.
 
 The model is called without a cache, at given positions. Its attention is one registered function (`model.hook`), which
 asks the text whose call is running in this thread. Other threads get the model's own attention, and so does this one
@@ -10,7 +11,6 @@ vocabulary, D = head dimension.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,28 +19,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import Backend, LayerCall
 from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
-from residual_mass.model.layers import AttentionWindow, attention_layers, text_config, window_of
+from residual_mass.model.layers import AttentionWindow, attention_layers, keeps_states, window_of
+from residual_mass.model.rotary import changing_rotations, frequencies_of, frequencies_of_each_call
 
 PIECE = 1024
 """Queries that a layer with a window reads at once."""
 
 
-class TextBatch:
+class Text:
     """A batch of texts that a model reads and continues through a backend.
 
+    For a decoding loop of your own:
+
+        text = Text(model, backend_for(model, Arm(method_named("scan4_regression_64"), 2), AnchorSpec()))
+        logits = text.read(ids)  # [1, 1, V]
+        while ...:
+            logits = text.step(logits[:, -1:].argmax(-1))
+
     Args:
-        model: one that `loop_refusal` does not refuse.
+        model: one that `attention_layers` does not refuse.
         backend: owns the keys and values; it may hold earlier turns.
         real: [B, C] bool, False on padding, of the columns that are held and of those to read; None without padding.
-        compiled: takes steps, if the backend does not replay them; None calls the model itself.
+        compiled: takes single steps, if the backend does not replay them; None calls the model itself.
 
     Attributes:
         tokens: number of columns that the backend holds, padding included.
+        frequencies: of the model; where they depend on the length of the text, a prompt is read in one piece.
     """
 
     def __init__(
@@ -53,83 +62,127 @@ class TextBatch:
         self.model = model
         self.backend = backend
         self.real = real
-        self.tokens = backend.cache.get_seq_length()
+        self.tokens = backend.tokens
         layers = attention_layers(model)
         self.layers = {layer.layer_idx: layer for layer in layers}
         self.configs = configs_of(model, layers)
         self.windows = {layer.layer_idx: window_of(layer) for layer in layers}
         self.compiled = compiled
-        self._count = TokenCount(self) if getattr(text_config(model), "attn_temperature_tuning", False) else None
+        self.frequencies = frequencies_of(model)
+        self.rotations = changing_rotations(model)
+        self.states = States(self) if keeps_states(model) else None
+        self.has_images = False
+        """Whether the prompt is more than ids or vectors of tokens: the model then makes positions and masks itself."""
         self._called: set[int] = set()
-        self._attend: Callable[..., Tensor] = backend.read
+        self._attend: Callable[[LayerCall], Tensor] = backend.read
         self._masks: dict[tuple[AttentionWindow | None, int, int], Tensor | None] = {}
 
-    def read(self, ids: Tensor) -> Tensor:
-        """Reads a prompt, or more of it, [B, T], exactly; returns the logits [B, 1, V] after its last token."""
-        logits = self._forward(self.backend.read, ids, self._positions(ids), 1)
+    @property
+    def full_layers(self) -> list[int]:
+        """Indices of the layers that read the whole text, in which a method attends."""
+        return [index for index, window in self.windows.items() if window is None]
+
+    def read(self, ids: Tensor, **inputs: Any) -> Tensor:
+        """Reads a prompt, or more of it, exactly.
+
+        Args:
+            ids: [B, T].
+            inputs: of the model's forward pass, for a whole prompt: `inputs_embeds` [B, T, ...] in place of the ids, or
+                images beside them.
+
+        Returns:
+            The logits [B, 1, V] after the last token.
+        """
+        logits = self._forward(self.backend.read, ids, 1, **inputs)
         self.tokens += ids.shape[1]
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
-        """Reads one new token of each text, [B, 1], through the method; returns the logits [B, 1, V] after it."""
-        step = functools.partial(self._forward, self.backend.step, keep=1, compiled=self.compiled)
-        logits = self.backend.replayed(step, ids, self._positions(ids))
-        self.tokens += 1
+        """Reads tokens [B, T] of which each attends through the method: one new token, or a given continuation.
+
+        Returns:
+            The logits [B, T, V] after each of them.
+        """
+        count = ids.shape[1]
+        if count > 1 and self.states is not None:  # layers with states may take one token at a time alone
+            return torch.cat([self.step(token) for token in ids.split(1, 1)], 1)
+        if count > 1:
+            logits = self._forward(self.backend.step, ids, 0)
+        else:
+            logits = self.backend.replayed(self._step, ids, self._positions(ids))
+        self.tokens += count
         return logits
 
-    def verify(self, ids: Tensor) -> Tensor:
-        """Reads drafts [B, T] exactly; returns the logits [B, T, V] after each of them."""
-        logits = self._forward(self.backend.verify, ids, self._positions(ids), 0)
-        self.tokens += ids.shape[1]
-        return logits
+    def _step(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Calls the model for one token of each text, which a backend may record."""
+        return self._forward(self.backend.step, ids, 1, positions)
+
+    def copy(self) -> Text:
+        """Returns a text that goes on by itself."""
+        return Text(self.model, self.backend.copy(), self.real, self.compiled)
 
     def crop(self, tokens: int) -> None:
-        """Removes the last tokens of every row."""
+        """Forgets the last tokens of every row, which were steps."""
         self.backend.crop(tokens)
         self.tokens -= tokens
 
-    def restart(self) -> None:
-        """Forgets all tokens, so that the whole text can be read again."""
-        if isinstance(self.backend.cache, DynamicCache):
-            self.backend.cache.crop(-self.tokens)
-        else:
-            self.backend.cache.reset()
-        self.tokens = 0
-
     def _forward(
         self,
-        attend: Callable[..., Tensor],
+        attend: Callable[[LayerCall], Tensor],
         ids: Tensor,
-        positions: Tensor,
         keep: int,
-        compiled: CompiledStep | None = None,
+        positions: Tensor | None = None,
+        **inputs: Any,
     ) -> Tensor:
+        """Calls the model; returns the logits after the last `keep` tokens, 0 means all."""
         self._attend = attend
         self._called.clear()
         self._masks.clear()
-        mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
+        positions = self._positions(ids) if positions is None else positions
+        self.frequencies.require_call(positions)
+        single = attend == self.backend.step and ids.shape[1] == 1
         with called(self):
-            if compiled is None:
-                logits = logits_of(self.model, ids, positions, mask, self._count, keep)
+            if self.states is not None or inputs:
+                logits = self._logits_with_states(ids, positions, keep, inputs)
+            elif self.compiled is not None and single:
+                logits = self._compiled_logits(self.compiled, ids, positions)
             else:
-                logits = self._compiled_logits(compiled, ids, positions, mask)
+                logits = logits_of(self.model, ids, positions, unmasked(ids), None, keep)
         if len(self._called) < len(self.windows):
             missing = sorted(set(self.windows) - self._called)
             raise RuntimeError(f"layers {missing} of {type(self.model).__name__} bypassed the attention function")
         return logits
 
-    def _compiled_logits(self, compiled: CompiledStep, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+    def _logits_with_states(self, ids: Tensor, positions: Tensor, keep: int, inputs: dict[str, Any]) -> Tensor:
+        """Calls a model that keeps states, counts its tokens, or takes more than token ids."""
+        if set(inputs) - {"inputs_embeds"}:
+            self.has_images = True
+        mask = None if self.real is None else self.real[:, : self.tokens + ids.shape[1]].long()
+        output = self.model(
+            input_ids=None if "inputs_embeds" in inputs else ids,
+            position_ids=None if self.has_images else positions,
+            attention_mask=mask,
+            past_key_values=self.states,
+            use_cache=self.states is not None,
+            logits_to_keep=keep,
+            return_dict=True,
+            **inputs,
+        )
+        return output.logits
+
+    def _compiled_logits(self, compiled: CompiledStep, ids: Tensor, positions: Tensor) -> Tensor:
         """Returns the logits of a compiled step; of the model itself from now on, if it cannot be compiled."""
         # A graph is for one memory layout, and these can be views of longer tensors.
         ids = ids.clone(memory_format=torch.contiguous_format)
         positions = positions.clone(memory_format=torch.contiguous_format)
+        mask = unmasked(ids)
         try:
             return compiled(self.model, ids, positions, mask)
         except TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
             warnings.warn(f"steps of {type(self.model).__name__} are not compiled: {reason}", stacklevel=2)
             self.compiled = None
-            return logits_of(self.model, ids, positions, mask, self._count, 1)
+            return logits_of(self.model, ids, positions, mask, None, 1)
 
     def _positions(self, ids: Tensor) -> Tensor:
         """Returns the positions [B, T] of new tokens, counted without padding; 0 on padding."""
@@ -143,17 +196,28 @@ class TextBatch:
         positions = self.real.cumsum(1) - 1
         return positions.clamp_min(0)[:, self.tokens : end]
 
-    def attend(self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Computes the attention [B, T, Hq, D] of a layer; arguments as for `Backend.read`."""
+    def attend(
+        self, index: int, query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None
+    ) -> Tensor:
+        """Computes the attention [B, T, Hq, D] of a layer.
+
+        Args:
+            query, key, value, scale: as in `LayerCall`.
+            mask: of the model's own, bool [B, 1, T, C], for a prompt with images; None for causal attention.
+        """
         module = self.layers[index]
         if index in self._called:
             raise ValueError(f"{type(module).__name__} attends several times to one token, which is not supported")
         self._called.add(index)
+        call = LayerCall(module, query, key, value, mask, scale)
         window = self.windows[index]
-        if window is None:
-            mask = self._mask(None, 0, self.tokens, query)
-            return self._attend(module, query, key, value, mask, scale)
-        keys, values = self.backend.cache.layers[index].update(key, value)
+        if window is None or self.backend.knows_columns:
+            if mask is None and not self.backend.knows_columns:
+                call = call._replace(mask=self._mask(None, 0, self.tokens, query))
+            return self._attend(call)
+        keys, values = self.backend.stored(call)
+        if mask is not None:
+            return exact_attention(module, query, keys, values, mask[..., -keys.shape[2] :], scale)
         outputs = []
         for first in range(0, query.shape[2], PIECE):
             # A piece of the queries at a time, so that masks are as wide as a window and a piece, not as the text.
@@ -196,34 +260,35 @@ class TextBatch:
         return visible
 
 
-class TokenCount(Cache):
-    """Tells a model how many tokens there are, and holds none: for models that look only this up in their cache."""
+class States(Cache):
+    """What a model keeps of a text beside keys and values, in the layers of the backend's cache: recurrent states, and
+    the number of tokens. Keys and values pass through it to the attention.
+    """
 
-    def __init__(self, text: TextBatch) -> None:
-        super().__init__(layers=[])
+    def __init__(self, text: Text) -> None:
+        super().__init__(layers=text.backend.cache.layers)
         self.text = text
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
-    def get_seq_length(self, *args: Any) -> int:
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         return self.text.tokens
 
-    def get_mask_sizes(self, query_length: Any, *args: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
         return self.text.tokens + int(query_length), 0
 
 
-@contextmanager
-def called(text: TextBatch) -> Iterator[None]:
-    """Sends the attention of one call of the text's model, in this thread, to the text.
+def unmasked(ids: Tensor) -> Tensor:
+    """Returns the mask [B, 1, 1, 1] of a call whose attention knows what it may see; it stands for all tokens."""
+    return torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
 
-    Raises:
-        ValueError: `partial_kv` or another context has hooked the model's attention.
-    """
-    if any(hasattr(layer, "residual_mass_handler") for layer in text.layers.values()):
-        raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
+
+@contextmanager
+def called(text: Text) -> Iterator[None]:
+    """Sends the attention of one call of the text's model, in this thread, to the text."""
     before = getattr(running, "text", None)
-    with switched(text.configs):
+    with switched(text.configs), frequencies_of_each_call(text.rotations):
         running.text = text
         try:
             yield

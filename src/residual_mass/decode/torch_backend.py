@@ -1,24 +1,26 @@
 """The backend that runs anywhere and serves every method: selectors and residuals in torch over whole keys and values.
 
-Shape letters: N = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, L = prefix columns, C = all columns, D = head
-dimension.
+Shape letters: B = batch rows, Hq / Hkv = query / KV heads, G = Hq / Hkv, T = new tokens, L = prefix columns, C = all
+columns, D = head dimension.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import CacheBackend, LayerCall, Prefill
 from residual_mass.decode.prefix import PrefixLayer, Summary, build_prefix, map_heads, summarise_prefix
 from residual_mass.decode.terms import ArmRows, arm_rows, merge_with_prefix, own_precision, prefix_terms, rows_of_heads
+from residual_mass.kernels.layout import BLOCK
 from residual_mass.methods.arms import Arm
-from residual_mass.model.hook import Prefill, exact_attention
-from residual_mass.model.layers import attention_layers, sinks_of, text_config, window_of
+from residual_mass.model.hook import exact_attention
+from residual_mass.model.layers import attention_layers, text_config, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.spec.settings import AnchorSpec
 
@@ -75,13 +77,10 @@ class BufferedLayer(DynamicLayer):
         return buffer[:, :, :after]
 
 
-def buffered_cache(
-    model: PreTrainedModel, whole: bool, given: DynamicCache | None = None, room: int = 64
-) -> DynamicCache:
-    """Returns a cache whose layers have room for new tokens.
+def buffered_cache(model: PreTrainedModel, given: DynamicCache | None = None, room: int = 64) -> DynamicCache:
+    """Returns a cache whose layers that read the whole text have room for new tokens.
 
     Args:
-        whole: whether layers with a window keep all tokens, so that tokens can be removed again.
         given: an empty cache, whose layers are replaced; None makes one.
         room: as in `BufferedLayer`.
     """
@@ -91,10 +90,12 @@ def buffered_cache(
     if len(own) != count:
         own = [DynamicLayer() for _ in range(count)]
     # Without a cache, layers that share keys are given them again and again, so that each keeps its own.
-    whole = whole or bool(getattr(text_config(model), "num_kv_shared_layers", 0))
+    shares = bool(getattr(text_config(model), "num_kv_shared_layers", 0))
     for layer in attention_layers(model):
-        if whole or window_of(layer) is None:
-            own[layer.layer_idx] = BufferedLayer(room)
+        index = layer.layer_idx
+        has_states = hasattr(own[index], "recurrent_states")
+        if (shares or window_of(layer) is None) and not has_states:
+            own[index] = BufferedLayer(room)
     cache.layers = own
     return cache
 
@@ -111,14 +112,15 @@ def with_room(cache: Cache) -> Cache:
     return cache
 
 
-class TorchBackend(Backend):
+class TorchBackend(CacheBackend):
     """Serves every method on every device.
 
+    Generated tokens are read exactly. At every `BLOCK` of them they join the prefix, as in a packed cache: from then on
+    they are retrieved and estimated like the prompt's, and K is a share of both.
+
     Args:
-        cache: stores keys and values. None: another cache stores them, as under transformers' own loop; then each call
-            passes the keys and values of all columns [N, Hkv, C, D].
-        fold: number of generated tokens that join the prefix whenever more than twice as many have gathered; None keeps
-            them out of it.
+        cache: stores keys and values.
+        joins: whether generated tokens join the prefix; as in the paper they never do.
     """
 
     name = "torch"
@@ -128,182 +130,190 @@ class TorchBackend(Backend):
         model: PreTrainedModel,
         arm: Arm,
         anchors: AnchorSpec,
-        phi: PhiMaps | None = None,
-        cache: Cache | None = None,
-        fold: int | None = None,
+        phi: PhiMaps | None,
+        cache: Cache,
+        joins: bool = True,
     ) -> None:
         self.model = model
         self.arm = arm
         self.anchors = anchors
-        self.fold = fold
         self.cache = cache
+        self.joins = joins
         self.maps = None
         self.shape: HeadShape | None = None
         if arm.needs_maps and phi is not None:
             self.maps = phi.on(model).folded()
             self.shape = phi.shape
-        self.partial_calls: dict[int, int] = {}
         self._real: dict[int, Tensor] = {}
-        """[N, L] bool by layer: the prefix's columns that hold a token, not padding."""
-        self.prefixes: dict[int, tuple[PrefixLayer, Summary | None, ArmRows]] = {}
-        """By layer, without keys and values: what a step knows of the prefix."""
+        """[B, L] bool by layer: the prefix's columns that hold a token, not padding."""
+        self._prefixes: dict[int, Prefix] = {}
 
     @classmethod
     def refusal(cls, model: PreTrainedModel, arm: Arm, phi: PhiMaps | None = None) -> str | None:
         return None
 
     @classmethod
-    def crops(cls, model: PreTrainedModel, arm: Arm) -> bool:
-        return True
-
-    @classmethod
     def open(
-        cls,
-        model: PreTrainedModel,
-        arm: Arm,
-        anchors: AnchorSpec,
-        phi: PhiMaps | None,
-        cache: Cache | None,
-        crop: bool,
-        room: int,
+        cls, model: PreTrainedModel, arm: Arm, anchors: AnchorSpec, phi: PhiMaps | None, cache: Cache | None, room: int
     ) -> TorchBackend:
         given = cache if isinstance(cache, DynamicCache) else None
-        return cls(model, arm, anchors, phi, buffered_cache(model, crop, given))
-
-    @property
-    def can_crop(self) -> bool:
-        return self.cache is not None and all(
-            type(layer) in (DynamicLayer, BufferedLayer) for layer in self.cache.layers
-        )
+        return cls(model, arm, anchors, phi, buffered_cache(model, given))
 
     @property
     def kept_bytes(self) -> int:
-        layers = [] if self.cache is None else self.cache.layers
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
+        held = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized]
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in held)
 
-    def read(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        keys, values = self._columns(module, key, value)
-        if mask is None:
+    def read(self, call: LayerCall) -> Tensor:
+        keys, values = self.stored(call)
+        if call.mask is None:
             real = torch.ones(len(keys), keys.shape[2], dtype=torch.bool, device=keys.device)
         else:
-            real = mask[:, 0, -1].expand(len(keys), -1).clone()  # so that the mask [N, 1, T, C] is not kept
-        self._real[module.layer_idx] = real
-        self.prefixes.pop(module.layer_idx, None)
-        return exact_attention(module, query, keys, values, mask, scale)
+            real = call.mask[:, 0, -1].expand(len(keys), -1).clone()  # so that the mask [B, 1, T, C] is not kept
+        self._real[call.index] = real
+        self._prefixes.pop(call.index, None)
+        return exact_attention(call.module, call.query, keys, values, call.mask, call.scale)
 
-    def verify(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        keys, values = self._columns(module, key, value)
-        groups = query.shape[1] // keys.shape[1]
-        if mask is None or groups == 1 or sinks_of(module) is not None:
-            return exact_attention(module, query, keys, values, mask, scale)
-        # The query heads of a KV head become rows of one matrix product: no copy of keys and values for each.
-        rows = query.unflatten(1, (keys.shape[1], groups)).flatten(2, 3)
-        visible = mask.repeat(1, 1, groups, 1)
-        output = nn.functional.scaled_dot_product_attention(rows, keys, values, visible, scale=scale)
-        return output.unflatten(2, (groups, -1)).flatten(1, 2).transpose(1, 2).contiguous()
-
-    def step(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        keys, values = self._columns(module, key, value)
-        index = module.layer_idx
-        self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
+    def step(self, call: LayerCall) -> Tensor:
+        keys, values = self.stored(call)
         if self.arm.is_full:
-            return exact_attention(module, query, keys, values, mask, scale)
-        with own_precision(query):
-            return self._partial(module, query, keys, values, mask, scale)
+            return exact_attention(call.module, call.query, keys, values, call.mask, call.scale)
+        outputs = []
+        start = keys.shape[2] - call.query.shape[2]
+        first = start
+        with own_precision(call.query):
+            while start < keys.shape[2]:
+                length = self._prefix_length(call, start)
+                # A piece ends where generated tokens join the prefix.
+                end = min(keys.shape[2], length + BLOCK) if self.joins else keys.shape[2]
+                query = call.query[:, :, start - first : end - first]
+                mask = None if call.mask is None else call.mask[:, :, start - first : end - first, :end]
+                piece = call._replace(query=query, key=keys[:, :, :end], value=values[:, :, :end], mask=mask)
+                outputs.append(self._partial(piece, length))
+                start = end
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _partial(
-        self, module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        """Computes the attention [N, 1, Hq, D] of one new token of each row through the method."""
-        index = module.layer_idx
-        kv_heads = keys.shape[1]
-        layer, summary, arm = self._prefix_of(index, keys, values, query.shape[1], mask)
-        length = self._real[index].shape[1]
+    def _prefix_length(self, call: LayerCall, start: int) -> int:
+        """Returns the columns of a layer's prefix for the token in column `start`, after tokens have joined it."""
+        real = self._real[call.index]
+        length = real.shape[1]
+        if not self.joins or start - length < BLOCK:
+            return length
+        joined = real.new_ones(len(real), BLOCK)
+        if call.mask is not None:  # the tokens of a row that had ended are padding
+            joined = joined & call.mask[:, 0, -1, length : length + BLOCK]
+        self._real[call.index] = torch.cat((real, joined), 1)
+        return length + BLOCK
+
+    def _partial(self, call: LayerCall, length: int) -> Tensor:
+        """Computes the attention [B, T, Hq, D] of new tokens through the method.
+
+        Args:
+            call: with keys and values of all columns [B, Hkv, C, D].
+            length: columns of the prefix.
+        """
+        kv_heads = call.key.shape[1]
+        group = call.query.shape[1] // kv_heads
+        tokens = call.query.shape[2]
+        prefix_keys = call.key[:, :, :length]
+        prefix_values = call.value[:, :, :length]
+        prefix = self._prefix(call.index, prefix_keys, prefix_values, group)
         log_query = None
         if self.maps is not None:
-            query_map, _ = self.maps[index]
-            log_query = rows_of_heads(map_heads(query_map, query), kv_heads)
-        rows = rows_of_heads(query, kv_heads)
-        prefix = prefix_terms(rows, log_query, layer, summary, arm, scale)
-        near_keys = keys[:, :, length:]
-        near_values = values[:, :, length:]
-        if mask is None:
+            query_map, _ = self.maps[call.index]
+            log_query = rows_of_heads(map_heads(query_map, call.query), kv_heads)
+        rows = rows_of_heads(call.query, kv_heads)
+        layer = replace(prefix.layer, keys=prefix_keys, values=prefix_values)
+        arm = prefix.rows if tokens == 1 else self._rows(call.index, group, tokens)
+        terms = prefix_terms(rows, log_query, layer, prefix.summary, arm, call.scale)
+        near_keys = call.key[:, :, length:]
+        near_values = call.value[:, :, length:]
+        if call.mask is None:
             visible = rows.new_ones(1, 1, near_keys.shape[2], dtype=torch.bool)
         else:
-            visible = mask[:, 0, :, length:]
-        return merge_with_prefix(module, query, prefix, [(near_keys, near_values, visible)], scale)
+            visible = call.mask[:, 0, :, length:]
+        return merge_with_prefix(call.module, call.query, terms, [(near_keys, near_values, visible)], call.scale)
 
     def take(self, read: Prefill) -> None:
-        """Takes prompts without padding that were prefilled elsewhere, and summarises them."""
+        for layer in attention_layers(self.model):
+            index = layer.layer_idx
+            if index in read.layers:
+                key, value = read.layers[index]
+                self.cache.layers[index].update(key, value)
+                self._real[index] = torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device)
+        self._summarise()
+
+    def copy(self) -> TorchBackend:
+        self._summarise()  # once for all copies
+        other = super().copy()
+        other._real = dict(self._real)
+        other._prefixes = dict(self._prefixes)
+        return other
+
+    def _summarise(self) -> None:
+        """Computes what a step needs to know of the prefixes, before the first step asks for it."""
+        if self.arm.is_full or not self._real:
+            return
         query_heads = text_config(self.model).num_attention_heads
         for layer in attention_layers(self.model):
             index = layer.layer_idx
-            if index not in read.layers:
-                continue
-            key, value = read.layers[index]
-            keys, values = self.cache.layers[index].update(key, value)
-            self._real[index] = torch.ones(len(key), key.shape[2], dtype=torch.bool, device=key.device)
-            if not self.arm.is_full and window_of(layer) is None:
-                self._prefix_of(index, keys, values, query_heads, None)
+            if window_of(layer) is None:
+                length = self._real[index].shape[1]
+                keys = self.cache.layers[index].keys[:, :, :length]
+                values = self.cache.layers[index].values[:, :, :length]
+                self._prefix(index, keys, values, query_heads // keys.shape[1])
 
-    def forget(self, index: int, columns: int) -> None:
-        """Keeps the first `columns` columns of a layer, after the caller's cache was cropped."""
-        if columns < self._real[index].shape[1]:
-            self._real[index] = self._real[index][:, :columns]
-            self.prefixes.pop(index, None)
+    def crop(self, tokens: int) -> None:
+        super().crop(tokens)
+        length = self.cache.get_seq_length()
+        for index, real in self._real.items():
+            if real.shape[1] > length:
+                self._real[index] = real[:, :length]
+                self._prefixes.pop(index, None)
 
-    def _columns(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of all columns [N, Hkv, C, D]."""
-        if self.cache is None:
-            return key, value
-        return self.cache.layers[module.layer_idx].update(key, value)
+    def _prefix(self, index: int, keys: Tensor, values: Tensor, group: int) -> Prefix:
+        """Returns a layer's prefix; builds it at the first step, and anew when tokens have joined it.
 
-    def _prefix_of(
-        self, index: int, keys: Tensor, values: Tensor, query_heads: int, mask: Tensor | None
-    ) -> tuple[PrefixLayer, Summary | None, ArmRows]:
-        """Returns a layer's prefix; builds it at the first step, and anew when generated tokens are folded into it."""
-        generated = keys.shape[2] - self._real[index].shape[1]
-        folds = self.fold is not None and generated > 2 * self.fold
-        if folds:
-            self._join(index, mask)
-        length = self._real[index].shape[1]
-        keys = keys[:, :, :length]
-        values = values[:, :, :length]
-        if folds or index not in self.prefixes:
-            self.prefixes[index] = self._built(index, keys, values, query_heads)
-        layer, summary, rows = self.prefixes[index]
-        return replace(layer, keys=keys, values=values), summary, rows
-
-    def _join(self, index: int, mask: Tensor | None) -> None:
-        """Adds the oldest generated tokens to a layer's prefix; those of a row that had ended are padding."""
+        Args:
+            keys, values: [B, Hkv, L, D], the prefix's.
+            group: G.
+        """
+        held = self._prefixes.get(index)
+        if held is not None and held.length == keys.shape[2]:
+            return held
         real = self._real[index]
-        length = real.shape[1]
-        joined = real.new_ones(len(real), self.fold)
-        if mask is not None:
-            joined = joined & mask[:, 0, 0, length : length + self.fold]
-        self._real[index] = torch.cat((real, joined), 1)
-
-    def _built(
-        self, index: int, keys: Tensor, values: Tensor, query_heads: int
-    ) -> tuple[PrefixLayer, Summary | None, ArmRows]:
-        real = self._real[index]
-        if index in self.prefixes:
-            layer = self.prefixes[index][0].grown(keys, values, real, self.anchors)
-        else:
+        if held is None:
             layer = build_prefix(keys, values, real, self.anchors)
+        else:
+            layer = held.layer.grown(keys, values, real, self.anchors)
         if self.shape is not None and (self.shape.kv_heads, self.shape.head_dim) != (keys.shape[1], keys.shape[3]):
             raise ValueError(
                 f"layer {index} has {keys.shape[1]} key heads of width {keys.shape[3]}, and the phi maps are for "
                 f"{self.shape.kv_heads} of width {self.shape.head_dim}; take a method without maps: topk_moments"
             )
         summary = None if self.maps is None else summarise_prefix(layer, self.maps[index][1])
-        group = query_heads // keys.shape[1]
-        rows = arm_rows([self.arm], group, real.sum(-1).tolist(), self.anchors, None, keys.device)
         # The cache may replace its tensors at every step, and a view would keep the old ones.
-        return replace(layer, keys=keys.new_empty(0), values=values.new_empty(0)), summary, rows
+        layer = replace(layer, keys=keys.new_empty(0), values=values.new_empty(0))
+        self._prefixes[index] = Prefix(keys.shape[2], layer, summary, self._rows(index, group, 1))
+        return self._prefixes[index]
+
+    def _rows(self, index: int, group: int, tokens: int) -> ArmRows:
+        """Returns the settings of the query rows of so many tokens."""
+        real = self._real[index]
+        counts = real.sum(-1).tolist()
+        return arm_rows([self.arm], group * tokens, counts, self.anchors, None, real.device, tokens)
+
+
+class Prefix(NamedTuple):
+    """What steps know of a layer's prefix.
+
+    Attributes:
+        length: columns L.
+        layer: without keys and values.
+        rows: of a single token.
+    """
+
+    length: int
+    layer: PrefixLayer
+    summary: Summary | None
+    rows: ArmRows

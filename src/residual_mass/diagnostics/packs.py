@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from residual_mass.core.selection import retrieved_count
+from residual_mass.decode.backend import LayerCall
+from residual_mass.decode.recording import Recording
+from residual_mass.decode.text import Text
 from residual_mass.model.finite import model_at_fault
-from residual_mass.model.hook import attention_hook, exact_attention
-from residual_mass.model.layers import window_of
+from residual_mass.model.layers import require_plain, window_of
 from residual_mass.model.loading import Backbone
 from residual_mass.spec.settings import AnchorSpec, tokens_of
 from residual_mass.spec.specs import BackboneSpec
@@ -106,20 +108,20 @@ def visit_layers(backbone: Backbone, pack: Sequence[int], length: int, visit: Vi
         ValueError: queries, keys or values are not finite; names the layer.
     """
 
-    def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        if not all(x.isfinite().all() for x in (q, k, v)):
-            what = f"the queries, keys or values of layer {module.layer_idx} are not finite"
+    def observe(call: LayerCall) -> None:
+        if not all(x.isfinite().all() for x in (call.query, call.key, call.value)):
+            what = f"the queries, keys or values of layer {call.index} are not finite"
             raise ValueError(f"{backbone.spec.name}: {what}; {model_at_fault(backbone.spec)}")
-        if window_of(module) is None:
-            queries = q[0, :, length:].float()
-            keys = k[0, :, :length].float()
-            values = v[0, :, :length].float()
-            visit(module.layer_idx, queries, keys, values, scale)
-        return exact_attention(module, q, k, v, mask, scale)
+        if window_of(call.module) is None:
+            queries = call.query[0, :, length:].float()
+            keys = call.key[0, :, :length].float()
+            values = call.value[0, :, :length].float()
+            visit(call.index, queries, keys, values, call.scale)
 
-    with attention_hook(backbone.model, handler, hybrid=hybrid):
-        inputs = torch.tensor([list(pack)], device=backbone.device)
-        backbone.model.get_decoder()(inputs, use_cache=False)
+    if not hybrid:
+        require_plain(backbone.model)
+    ids = torch.tensor([list(pack)], device=backbone.device)
+    Text(backbone.model, Recording(observe)).read(ids)
 
 
 def ks_of(budgets: Sequence[float], length: str, anchors: AnchorSpec) -> list[int]:

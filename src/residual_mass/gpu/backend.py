@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.core.feature_maps import FoldedMap
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import CacheBackend, LayerCall, Prefill
 from residual_mass.decode.prefix import Map, map_heads
 from residual_mass.decode.terms import own_precision, retrieved_by
 from residual_mass.decode.torch_backend import buffered_cache
@@ -27,7 +27,7 @@ from residual_mass.gpu.terms import kind_of
 from residual_mass.methods import Method, QuantisedScan
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import triton_serves
-from residual_mass.model.hook import Prefill, exact_attention
+from residual_mass.model.hook import exact_attention
 from residual_mass.model.layers import device_of, require_plain, text_config, weights_stay_on
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.model.rotary import frequencies_of
@@ -41,7 +41,7 @@ SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of models that the kernels serve; they sum in float32."""
 
 
-class TritonBackend(Backend):
+class TritonBackend(CacheBackend):
     """Takes the steps of one arm by Triton's kernels; reads prompts, and full attention's steps, by torch.
 
     Args:
@@ -58,10 +58,9 @@ class TritonBackend(Backend):
         self.arm = arm
         self.anchors = anchors
         self.room = max(room, LEAST_ROOM)
-        self._cache = buffered_cache(model, whole=True, room=self.room)
+        self._cache = buffered_cache(model, room=self.room)
         self._shown = True
         """Whether the cache holds all filled columns; steps write to its buffers directly."""
-        self.partial_calls: dict[int, int] = {}
         self.graphs: dict[int, Recorded] = {}
         config = text_config(model)
         maps: list[tuple[Map | None, Map | None]] = [(None, None)] * config.num_hidden_layers
@@ -106,24 +105,13 @@ class TritonBackend(Backend):
         if model.dtype not in SERVED_DTYPES:
             dtype = str(model.dtype).removeprefix("torch.")
             return f"the Triton kernels compute in float32, and the model in {dtype}"
-        if not weights_stay_on(model, device) or frequencies_of(model) is not None:
+        if not weights_stay_on(model, device) or frequencies_of(model).change:
             return f"{type(model).__name__} moves its weights or changes its frequencies while it decodes"
         return shape_refusal(HeadShape.of(text_config(model)), arm.rule, phi)
 
     @classmethod
-    def crops(cls, model: PreTrainedModel, arm: Arm) -> bool:
-        return False
-
-    @classmethod
     def open(
-        cls,
-        model: PreTrainedModel,
-        arm: Arm,
-        anchors: AnchorSpec,
-        phi: PhiMaps | None,
-        cache: Cache | None,
-        crop: bool,
-        room: int,
+        cls, model: PreTrainedModel, arm: Arm, anchors: AnchorSpec, phi: PhiMaps | None, cache: Cache | None, room: int
     ) -> TritonBackend:
         return cls(model, arm, anchors, phi, room)
 
@@ -136,28 +124,17 @@ class TritonBackend(Backend):
         return self._cache
 
     @property
-    def can_crop(self) -> bool:
-        return False
-
-    @property
     def kept_bytes(self) -> int:
         kept = 0
         for cache in self._caches.values():
             kept += sum(x.nbytes for x in cache if isinstance(x, Tensor))
         return kept
 
-    def read(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        keys, values = self.cache.layers[module.layer_idx].update(key, value)
-        self._begin(keys, mask)
-        self._caches.pop(module.layer_idx, None)
-        return exact_attention(module, query, keys, values, mask, scale)
-
-    def verify(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        raise ValueError("the Triton backend verifies no drafts: another backend serves them")
+    def read(self, call: LayerCall) -> Tensor:
+        keys, values = self.stored(call)
+        self._begin(keys, call.mask)
+        self._caches.pop(call.index, None)
+        return exact_attention(call.module, call.query, keys, values, call.mask, call.scale)
 
     def take(self, read: Prefill) -> None:
         for index, (key, value) in sorted(read.layers.items()):
@@ -172,20 +149,21 @@ class TritonBackend(Backend):
         self._column.fill_(self._filled)
         self._shown = False
 
-    def step(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        index = module.layer_idx
+    def step(self, call: LayerCall) -> Tensor:
+        if call.query.shape[2] > 1:
+            raise ValueError("the Triton backend takes one token a step")
+        index = call.index
+        query = call.query
         if index not in self._caches:
             self._prepare(index)
         cache = self._caches[index]
-        cache.keys.index_copy_(2, self._column, key)
-        cache.values.index_copy_(2, self._column, value)
+        cache.keys.index_copy_(2, self._column, call.key)
+        cache.values.index_copy_(2, self._column, call.value)
         if self.arm.is_full:
             filled = self._filled + 1
             keys = cache.keys[:, :, :filled]
             values = cache.values[:, :, :filled]
-            output = F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
+            output = F.scaled_dot_product_attention(query, keys, values, call.mask, scale=call.scale, enable_gqa=True)
             return output.transpose(1, 2)
         from residual_mass.gpu.path import decode_attention
 
@@ -200,7 +178,7 @@ class TritonBackend(Backend):
                 tail=self.anchors.tail,
                 subtracts=self.arm.rule.subtracts,
                 generated=self._generated,
-                scale=scale,
+                scale=call.scale,
             )
         return output.unsqueeze(1).to(query.dtype)
 
@@ -221,8 +199,6 @@ class TritonBackend(Backend):
             logits = self._advance(call, ids, positions)
         self._filled += 1
         self._shown = False
-        for index in self._caches:
-            self.partial_calls[index] = self.partial_calls.get(index, 0) + 1
         return logits.clone()
 
     def _advance(self, call: Callable[[Tensor, Tensor], Tensor], ids: Tensor, positions: Tensor) -> Tensor:

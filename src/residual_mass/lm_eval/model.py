@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from residual_mass.decode.engine import SharedPrefillEngine
-from residual_mass.decode.forced import ForcedDecoder
-from residual_mass.decode.prefix import PrefixLayer, build_prefix
-from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_supported
-from residual_mass.model.loading import wrap_model
+from residual_mass.decode.backends import backend_for, require_maps, require_served
+from residual_mass.decode.engine import NotFiniteError
+from residual_mass.decode.generate import partial_kv
+from residual_mass.decode.text import Text
+from residual_mass.decode.torch_backend import TorchBackend
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import Arm, arm_of
+from residual_mass.model.layers import device_of
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
@@ -90,7 +92,7 @@ class PartialKV(HFLM):
     ) -> None:
         _require_supported(options)
         try:
-            arm = make_arm(method, budget)
+            arm = arm_of(method, budget)
             self.budget = None if arm.budget_percent is None else arm.budget_percent / 100
             self.arm = ArmSpec(method, arm.budget_percent)
             _require_whole("num_sink", num_sink, 0)
@@ -107,7 +109,7 @@ class PartialKV(HFLM):
             raise BadArgument(f"{type(self.model).__name__} is not a decoder-only model; no other is supported")
         self.weights = weights
         try:
-            require_supported(self.model, arm, self.phi)
+            require_served(self.model, arm, self.phi)
             if weights is not None:
                 pack_weights(self.model, weights)
         except ValueError as error:
@@ -118,23 +120,10 @@ class PartialKV(HFLM):
         """Arguments of `partial_kv` after the model."""
         return self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail
 
-    @cached_property
-    def engine(self) -> SharedPrefillEngine:
-        """Returns the engine for likelihoods, which supports fewer models than generation does.
-
-        Raises:
-            BadArgument: the engine does not support this model.
-        """
-        # As in `partial_kv`, maps need only fit the heads: a folder's name says nothing of the weights in it.
-        facts = {} if self.phi is None else self.phi.training_facts
-        model_id = facts.get("model_id", "")
-        revision = facts.get("revision", "")
+    def _text(self) -> Text:
+        """Returns an empty text under the method, by the backend that serves it here."""
         phi = self.phi if self.arm.needs_maps else None
-        try:
-            backbone = wrap_model(self.model, self.tokenizer, model_id, revision)
-            return SharedPrefillEngine(backbone, [self.arm], self.anchors, phi, None)
-        except ValueError as error:
-            raise BadArgument(str(error)) from None
+        return Text(self.model, backend_for(self.model, self.arm, self.anchors, phi))
 
     def get_model_info(self) -> dict[str, Any]:
         """Returns HFLM's facts with those that identify the method in the results."""
@@ -180,9 +169,11 @@ class PartialKV(HFLM):
         """Yields continuations of one prefix, which is read once, with the logits [T, V] after each token. Those that
         differ only in their last token share logits.
         """
-        decoder = ForcedDecoder(self.engine, prefix) if prefix else None
+        text = self._text()
+        if prefix:
+            text.read(self._ids(prefix))
         for tokens, group in itertools.groupby(scored, key=attrgetter("forced")):
-            logits = self._logits(decoder, tokens, len(prefix) + len(tokens))
+            logits = self._logits(text, tokens)
             for item in group:
                 yield item, [logits]
 
@@ -193,38 +184,34 @@ class PartialKV(HFLM):
             yield item, self._chunks(tokens, len(item.prefix))
 
     def _chunks(self, tokens: list[int], start: int) -> Iterator[Tensor]:
-        """Yields the logits of each chunk, given all tokens before it. They are read once for all chunks: the keys and
-        values of a token do not depend on later tokens.
-        """
-        starts = range(start, len(tokens), self.stride)
-        last = starts[-1]
-        read: Sequence[PrefixLayer] = []
-        if last:
-            read, *_ = self.engine.read([tokens[:last]], len(tokens))
-        for first in starts:
-            decoder = None
-            if first:
-                layers = [self._beginning(layer, first) for layer in read]
-                decoder = ForcedDecoder(self.engine, tokens[:first], layers, len(tokens))
+        """Yields the logits of each chunk, given all tokens before it."""
+        text = self._text()
+        if start:
+            text.read(self._ids(tokens[:start]))
+        for first in range(start, len(tokens), self.stride):
             chunk = tokens[first : first + self.stride]
-            yield self._logits(decoder, chunk, len(tokens))
+            yield self._logits(text, chunk)
+            if first + self.stride < len(tokens):
+                text.read(self._ids(chunk))
 
-    def _beginning(self, layer: PrefixLayer, length: int) -> PrefixLayer:
-        """Returns the prefix that consists of the first `length` tokens of another one."""
-        real = torch.ones(1, length, dtype=torch.bool, device=layer.keys.device)
-        keys = layer.keys[:, :, :length]
-        values = layer.values[:, :, :length]
-        return build_prefix(keys, values, real, self.anchors)
+    def _logits(self, text: Text, tokens: Sequence[int]) -> Tensor:
+        """Returns logits [T, V] after each token; without a text before them all tokens are read exactly.
 
-    def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int], length: int) -> Tensor:
-        """Returns logits [T, V] after each token; without a decoder all tokens are read exactly, as the beginning of a
-        text of `length` tokens.
+        Raises:
+            NotFiniteError: a logit is not finite.
         """
-        if decoder is None:
-            return self.engine.forward([list(tokens)], [0], length)[0]
-        if self.arm.is_full:
-            return decoder.full(tokens)[0]
-        return next(decoder.logits([self.arm], tokens))
+        if text.tokens == 0:
+            text = Text(self.model, backend_for(self.model, Arm(method_named("full"), None), kinds=[TorchBackend]))
+        else:
+            text = text.copy()
+        logits = text.step(self._ids(tokens))[0]
+        if not logits.isfinite().all():
+            raise NotFiniteError(0, f"the logits under {self.arm.method} are", "weights are damaged, or overflow")
+        return logits
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        """Returns tokens as [1, T] on the model's device."""
+        return torch.tensor([list(tokens)], device=device_of(self.model))
 
     def _answer(self, logits: Iterable[Tensor], targets: Sequence[int]) -> tuple[float, bool]:
         """Returns the sum of the targets' log-probabilities, and whether each of them is the likeliest token.

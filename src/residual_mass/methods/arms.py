@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from fractions import Fraction
 
-from residual_mass.methods import Method
+from residual_mass.methods import Method, method_named
 
 LEAST_PERCENT = 0.5
 """The smallest budget of the paper."""
@@ -30,6 +31,27 @@ class Arm(HasMethod):
     rule: Method
     budget_percent: float | None
     """Percent of the prefix in (0, 100], anchors included; None for the whole prefix."""
+
+
+def arm_of(method: str | Method, budget: float | str | None) -> Arm:
+    """Returns a method at a budget.
+
+    Args:
+        budget: share of the prompt's tokens, in (0, 1]; None for a method that chooses no tokens.
+
+    Raises:
+        ValueError: the method is unknown; the budget is missing or out of range.
+
+    Warns:
+        UserWarning: the budget means nothing, because the method reads all tokens.
+    """
+    rule = method_named(method)
+    if rule.chooses and budget is None:
+        raise ValueError(f"method {rule.name} chooses tokens: give a budget, such as budget=0.02 for 2 % of the prompt")
+    percent = None if budget is None else percent_of_share(budget)
+    if not rule.chooses and percent not in (None, 100):
+        warnings.warn(f"method {rule.name} reads all tokens: a budget means nothing, leave it out", stacklevel=3)
+    return Arm(rule, percent if rule.chooses else None)
 
 
 def percent_of_share(budget: float | str | None) -> float:

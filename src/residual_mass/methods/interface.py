@@ -303,6 +303,11 @@ class Method:
         return self.selector is None
 
     @property
+    def chooses(self) -> bool:
+        """Whether queries choose tokens, so that a budget means something; full attention and caches read all."""
+        return self.selector is not None and not self.selector.replaces_cache
+
+    @property
     def needs_maps(self) -> bool:
         return self.phi is not None
 

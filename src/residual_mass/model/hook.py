@@ -1,8 +1,7 @@
-"""Hook that routes a model's attention through a handler and restores it afterwards, exact attention, and the exact
-prefill.
+"""The attention function that a model looks up while a text of ours calls it, and exact attention.
 
-A handler gets the arguments of a transformers attention function: rotary-applied queries and keys, with keys and
-values not yet repeated over the query heads of a group. It keeps its own state by `module.layer_idx`.
+A function of attention gets rotary-applied queries and keys, with keys and values not yet repeated over the query heads
+of a group.
 
 Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = tokens, Lq = queries, D = head dimension.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,58 +21,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from residual_mass.model.finite import greedy
-from residual_mass.model.layers import (
-    attention_layers,
-    device_of,
-    longest_text,
-    require_plain,
-    sinks_of,
-    text_config,
-    window_of,
-)
-from residual_mass.model.rotary import text_lengths
+from residual_mass.model.layers import attention_layers, longest_text, sinks_of, text_config, window_of
 
 ATTENTION_NAME = "residual_mass"
-
-
-class Handler(Protocol):
-    """What computes a layer's attention."""
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, /
-    ) -> Tensor:
-        """Returns [B, Lq, Hq, D].
-
-        Args:
-            query: [B, Hq, Lq, D]; key and value: [B, Hkv, L, D].
-            mask: None (plain causal) or bool [B, 1, Lq, L], True where a query may look.
-        """
-
-
-@contextmanager
-def attention_hook(model: PreTrainedModel, handler: Handler, hybrid: bool = False) -> Iterator[None]:
-    """Makes every attention layer of `model` call `handler` within the context, and restores them on exit.
-
-    Args:
-        hybrid: whether the handler knows layers with a window (`window_of`) and with sinks (`sinks_of`).
-
-    Raises:
-        ValueError: the model has no layers of the supported kinds, or is hooked already.
-    """
-    layers = attention_layers(model)
-    if not hybrid:
-        require_plain(model)
-    if any(hasattr(layer, "residual_mass_handler") for layer in layers):
-        raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
-    for layer in layers:
-        layer.residual_mass_handler = handler
-    try:
-        with switched(configs_of(model, layers), hooks=1):
-            yield
-    finally:
-        for layer in layers:
-            del layer.residual_mass_handler
 
 
 def configs_of(model: PreTrainedModel, layers: Sequence[nn.Module]) -> list[Any]:
@@ -89,8 +39,6 @@ class Switch(NamedTuple):
     """How often the attention of a configuration is switched to ours now, and what it was."""
 
     contexts: int
-    hooks: int
-    """Contexts of `attention_hook` among them."""
     original: str
 
 
@@ -98,18 +46,20 @@ _switches: dict[int, Switch] = {}
 """By the id of a configuration."""
 _switching = threading.Lock()
 running = threading.local()
-"""`text` is what takes the attention of the call of a model that runs in this thread (`decode.text`)."""
+"""State of this thread: `text`, which takes the attention of the call of a model that runs (`decode.text`), and `only`,
+ids of configurations whose models generate and do nothing else (`generation_only`).
+"""
 
 
 @contextmanager
-def switched(configs: Sequence[Any], hooks: int = 0) -> Iterator[None]:
+def switched(configs: Sequence[Any]) -> Iterator[None]:
     """Makes configurations name our attention function within the context. Contexts may overlap, in several threads."""
     AttentionInterface.register(ATTENTION_NAME, _dispatch)
     AttentionMaskInterface.register(ATTENTION_NAME, _mask)  # an unregistered name would silently get no mask at all
     with _switching:
         for config in configs:
-            before = _switches.get(id(config), Switch(0, 0, config._attn_implementation))
-            _switches[id(config)] = Switch(before.contexts + 1, before.hooks + hooks, before.original)
+            before = _switches.get(id(config), Switch(0, config._attn_implementation))
+            _switches[id(config)] = before._replace(contexts=before.contexts + 1)
             config._attn_implementation = ATTENTION_NAME
     try:
         yield
@@ -118,15 +68,36 @@ def switched(configs: Sequence[Any], hooks: int = 0) -> Iterator[None]:
             for config in configs:
                 now = _switches.pop(id(config))
                 if now.contexts > 1:
-                    _switches[id(config)] = Switch(now.contexts - 1, now.hooks - hooks, now.original)
+                    _switches[id(config)] = now._replace(contexts=now.contexts - 1)
                 else:
                     config._attn_implementation = now.original
+
+
+@contextmanager
+def generation_only(model: PreTrainedModel) -> Iterator[None]:
+    """Refuses calls of a model in this thread that are not those of a text of ours, within the context."""
+    configs = configs_of(model, attention_layers(model))
+    before = getattr(running, "only", frozenset())
+    with switched(configs):
+        running.only = before | {id(config) for config in configs}
+        try:
+            yield
+        finally:
+            running.only = before
 
 
 def exact_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Computes the unmodified backbone's attention (scaled_dot_product_attention); same signature as a handler."""
+    """Computes the unmodified backbone's attention (scaled_dot_product_attention), with a layer's sinks.
+
+    Args:
+        query: [B, Hq, Lq, D]; key and value: [B, Hkv, L, D].
+        mask: None (plain causal) or bool [B, 1, Lq, L], True where a query may look.
+
+    Returns:
+        [B, Lq, Hq, D].
+    """
     if sinks_of(module) is not None:
         return _attention_with_sinks(module, query, key, value, mask, scaling)
     groups = query.shape[1] // key.shape[1]
@@ -195,41 +166,15 @@ def _dispatch(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    hooked = hasattr(module, "residual_mass_handler")
-    if (
-        torch.compiler.is_compiling()
-        and not hooked
-        and attention_mask is not None
-        and attention_mask.numel() == len(query)
-    ):
+    if torch.compiler.is_compiling() and attention_mask is not None and attention_mask.numel() == len(query):
         # A text of ours, whose prompt was read by the other way, which checks the options.
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend(query, key, value, module.layer_idx, scale), None
-    return _handled(module, query, key, value, attention_mask, scaling, **options)
+    return _computed(module, query, key, value, attention_mask, scaling, **options)
 
 
-@torch.compiler.disable  # handlers keep states in Python, which a compiled graph would not see change
-def _handled(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    text = getattr(running, "text", None)
-    handler = getattr(module, "residual_mass_handler", None)
-    if text is None and handler is None:  # another thread calls the model meanwhile
-        return _original_attention(module, query, key, value, attention_mask, scaling, **options)
-    scale = scale_of(module, query, scaling, options)
-    if text is not None:
-        return text.attend(module.layer_idx, query, key, value, scale), None
-    mask = visible_columns(module, attention_mask)
-    return handler(module, query, key, value, mask, scale), None
-
-
-def _original_attention(
+@torch.compiler.disable  # backends keep states in Python, which a compiled graph would not see change
+def _computed(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -238,7 +183,19 @@ def _original_attention(
     scaling: float | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes attention as the model does outside of our contexts; eager attention without its weights."""
+    """Computes attention through the text that runs in this thread; without one, as the model does outside of our
+    contexts (another thread may call it meanwhile), but eager attention without its weights.
+    """
+    text = getattr(running, "text", None)
+    if text is not None:
+        scale = scale_of(module, query, scaling, options)
+        visible = visible_columns(module, mask) if text.has_images else None
+        return text.attend(module.layer_idx, query, key, value, scale, visible), None
+    if id(module.config) in getattr(running, "only", ()):
+        raise ValueError(
+            "within partial_kv a model generates, and a plain call would be full attention: call model.generate(...), "
+            "or read and step a residual_mass.Text"
+        )
     original = ALL_ATTENTION_FUNCTIONS.get(_original_name(module.config))
     if original is not None:
         return original(module, query, key, value, mask, scaling=scaling, **options)
@@ -250,14 +207,15 @@ def _original_attention(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Makes the mask of a call: none for a text of ours, which knows its columns; the model's own for other threads."""
-    if getattr(running, "text", None) is not None:
-        return None
+    """Makes the mask of a call: none for a text of ours, which knows its columns unless it has images; the model's own
+    for other threads.
+    """
+    text = getattr(running, "text", None)
+    if text is not None:
+        return sdpa_mask(*args, **kwargs) if text.has_images else None
     config = kwargs.get("config")
-    switch = _switches.get(id(config))
-    if config is None or (switch is not None and switch.hooks):
-        return sdpa_mask(*args, **kwargs)
-    return ALL_MASK_ATTENTION_FUNCTIONS[_original_name(config)](*args, **kwargs)
+    name = "sdpa" if config is None else _original_name(config)
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
 
 
 def _original_name(config: Any) -> str:
@@ -297,35 +255,3 @@ def visible_columns(module: nn.Module, mask: Tensor | None) -> Tensor | None:
     if not bool((visible | hidden).all()):
         raise ValueError(f"{type(module).__name__} adds a bias to scores by its mask, which is not supported")
     return visible
-
-
-class Prefill(NamedTuple):
-    """State of a model after prompts of equal length."""
-
-    layers: dict[int, tuple[Tensor, Tensor]]
-    """Keys and values [B, Hkv, L, D] by layer."""
-    next_token: Tensor = torch.tensor(0)
-    """[B], the greedy continuation."""
-    finite: Tensor = torch.tensor(True)
-    """[B] bool, False where its logits are not finite."""
-
-
-@torch.no_grad()
-def prefill(model: PreTrainedModel, prompts: list[list[int]], length: int | None = None) -> Prefill:
-    """Reads prompts of equal length in one pass; computes logits only at the last position.
-
-    Args:
-        length: tokens of the whole text, of which the prompts are the beginning; None for the prompts' own. It matters
-            for models whose rotary frequencies depend on it.
-    """
-    layers = {}
-
-    def kept(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        layers[module.layer_idx] = key, value
-        return exact_attention(module, query, key, value, *rest)
-
-    inputs = torch.tensor(prompts, device=device_of(model))
-    lengths = [length or inputs.shape[1]] * len(inputs)
-    with attention_hook(model, kept, hybrid=True), text_lengths(model, lengths):
-        logits = model(inputs, use_cache=False, logits_to_keep=1).logits
-    return Prefill(layers, *greedy(logits))

@@ -115,22 +115,37 @@ def _uses_interface(kind: type) -> bool:
     return False
 
 
+def keeps_states(model: PreTrainedModel) -> bool:
+    """Returns whether a model keeps more of a text than keys and values: recurrent states, or the number of tokens,
+    which it looks up in its cache; or whether it takes more than tokens.
+    """
+    config = text_config(model)
+    if getattr(model, "_is_stateful", False) or len(attention_layers(model)) != config.num_hidden_layers:
+        return True
+    return bool(getattr(config, "attn_temperature_tuning", False)) or model.config is not config
+
+
 def require_attention_alone(model: PreTrainedModel) -> None:
     """Raises ValueError if a pass needs more of the tokens before it than their keys and values in every layer."""
     layers = attention_layers(model)
     name = type(model).__name__
     config = text_config(model)
     if getattr(model, "_is_stateful", False) or len(layers) != config.num_hidden_layers:
-        raise ValueError(f"{name} has layers with states other than keys and values, which only partial_kv supports")
+        raise ValueError(f"{name} has layers with states other than keys and values, which only generation supports")
     if getattr(config, "attn_temperature_tuning", False):
         raise ValueError(
-            f"{name} scales queries by the length of its cache (attn_temperature_tuning), which only partial_kv "
+            f"{name} scales queries by the length of its cache (attn_temperature_tuning), which only generation "
             "supports"
         )
-    if getattr(config, "num_kv_shared_layers", 0) and transformers.__version__.startswith("4."):
+    require_keys_of_its_own(model)
+
+
+def require_keys_of_its_own(model: PreTrainedModel) -> None:
+    """Raises ValueError if layers share keys through the cache that transformers makes, which a text of ours lacks."""
+    if getattr(text_config(model), "num_kv_shared_layers", 0) and transformers.__version__.startswith("4."):
         raise ValueError(
-            f"{name} shares keys between layers through its cache in transformers {transformers.__version__}, which "
-            "only partial_kv supports; install transformers 5"
+            f"{type(model).__name__} shares keys between layers through its cache in transformers "
+            f"{transformers.__version__}: install transformers 5"
         )
 
 
@@ -139,7 +154,7 @@ def require_plain(model: PreTrainedModel) -> None:
     require_attention_alone(model)
     if any(window_of(layer) or sinks_of(layer) is not None for layer in attention_layers(model)):
         raise ValueError(
-            f"{type(model).__name__} has layers with a sliding window or sinks, which only partial_kv and decoding "
+            f"{type(model).__name__} has layers with a sliding window or sinks, which only generation and decoding "
             "under several arms support"
         )
 

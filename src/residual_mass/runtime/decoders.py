@@ -1,56 +1,45 @@
-"""Our decoder beside the prototype's, and the timing of either."""
+"""Greedy decoding through a backend, ours or the prototype's, and its timing."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from residual_mass.decode.backend import Backend
-from residual_mass.decode.text import TextBatch
+from residual_mass.decode.text import Text
 from residual_mass.timing import Clock, device_clock, timed
 
 
-class Decoder(Protocol):
-    """Greedy decoding of a batch of prompts of equal length that are in memory."""
-
-    recorded: bool
-    """Whether steps are replayed from CUDA graphs."""
-
-    def prepare(self) -> None:
-        """Removes generated tokens; call before every run."""
-
-    def run(self, first: Tensor) -> Tensor:
-        """Decodes tokens [B, T] after the tokens `first` [B]."""
-
-
 class TextDecoder:
-    """Decodes through a backend that holds the prompts.
+    """Greedy decoding of a batch of prompts of equal length, which a backend holds.
 
     Args:
         steps: T, tokens of a run.
     """
 
     def __init__(self, model: PreTrainedModel, backend: Backend, steps: int) -> None:
-        self.text = TextBatch(model, backend)
+        self.text = Text(model, backend)
         self.length = self.text.tokens
         self.steps = steps
         backend.repeats = True
 
     @property
     def recorded(self) -> bool:
+        """Whether steps are replayed from CUDA graphs."""
         return self.text.backend.records
 
     def prepare(self) -> None:
+        """Removes generated tokens; call before every run."""
         self.text.crop(self.text.tokens - self.length)
 
     @torch.no_grad()
     def run(self, first: Tensor) -> Tensor:
+        """Decodes tokens [B, T] after the tokens `first` [B]."""
         token = first.unsqueeze(1)
         tokens = []
         for _ in range(self.steps):
@@ -83,7 +72,7 @@ class DecodingTimes:
         return statistics.median(self.steps)
 
 
-def time_decoder(build: Callable[[], Decoder], first: Tensor, repeats: int, clock: Clock) -> DecodingTimes:
+def time_decoder(build: Callable[[], TextDecoder], first: Tensor, repeats: int, clock: Clock) -> DecodingTimes:
     """Times the second of two decoders that `build` returns, and its runs after the tokens `first` [B].
 
     The first build and the first run are slower than the next ones and are not counted, but for `recording`.
@@ -92,7 +81,7 @@ def time_decoder(build: Callable[[], Decoder], first: Tensor, repeats: int, cloc
     on_gpu = device.type == "cuda"
     now = device_clock(device, clock)
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    decoder: Decoder | None
+    decoder: TextDecoder | None
     for _ in range(2):
         decoder = None  # frees its buffers first
         decoder, build_seconds = timed(build, now)

@@ -31,19 +31,20 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
+from residual_mass.decode.backend import Prefill
 from residual_mass.decode.backends import BACKENDS, backend_for
 from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.recording import prefill
 from residual_mass.files import csv_text, write_text
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.served import backends_of
 from residual_mass.metrics import budget_text
-from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.layers import device_of
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.provenance import Record, device_name
-from residual_mass.runtime.decoders import Decoder, DecodingTimes, TextDecoder, time_decoder
-from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.runtime.decoders import DecodingTimes, TextDecoder, time_decoder
+from residual_mass.runtime.prototype import PrototypeBackend
 from residual_mass.runtime.traffic import Implementation, copy_rates, prompt_bytes, step_traffic
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.labels import PAPER_METHODS
@@ -323,7 +324,7 @@ def _free_memory() -> float:
     return 1024 * int(match[1]) if match else math.inf
 
 
-def _decoder(setting: Setting, read: Prefill) -> Decoder:
+def _decoder(setting: Setting, read: Prefill) -> TextDecoder:
     """Returns the decoder of a batch of the prompt that was read, with its own buffers."""
     model = setting.model
     anchors = setting.spec.anchors
@@ -331,7 +332,8 @@ def _decoder(setting: Setting, read: Prefill) -> Decoder:
     for index, (key, value) in read.layers.items():
         rows[index] = key.repeat(setting.batch, 1, 1, 1), value.repeat(setting.batch, 1, 1, 1)
     if setting.implementation == "prototype":
-        return PrototypeDecoder(model, Prefill(rows), setting.method, setting.k, anchors, setting.phi, RUN_STEPS)
+        prototype = PrototypeBackend(model, Prefill(rows), setting.method, setting.k, anchors, setting.phi)
+        return TextDecoder(model, prototype, RUN_STEPS)
     arm = arm_of(setting.method, setting.spec.budget)
     kinds = [kind for kind in BACKENDS if (kind is PackedBackend) == (setting.implementation == "kernels")]
     phi = setting.phi if arm.needs_maps else None

@@ -1,6 +1,6 @@
 """Decoding as the paper describes its prototype, the baseline of the measurement.
 
-Full is transformers' own attention with a dynamic cache. The partial methods run as separate torch operations:
+Full is exact attention over a dynamic cache of transformers. The partial methods run as separate torch operations:
 exhaustive top-K, feature maps layer by layer (not folded), recomputed features of retrieved tokens, S_R formed for
 every query head, a cache that grows by concatenation. Nothing is slowed down on purpose: values of retrieved tokens are
 gathered, query heads are batched, and summaries are computed once.
@@ -10,8 +10,6 @@ features.
 """
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -30,38 +28,30 @@ from residual_mass.core.accounting import (
 )
 from residual_mass.core.feature_maps import ReZeroMap
 from residual_mass.core.selection import Selected, full_prefix, partition
+from residual_mass.decode.backend import Backend, LayerCall, Prefill
 from residual_mass.decode.prefix import KEY_CHUNK
 from residual_mass.methods import method_named
-from residual_mass.model.hook import Prefill, attention_hook
+from residual_mass.model.hook import exact_attention
 from residual_mass.model.layers import device_of
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.settings import AnchorSpec
 
 
-class PrototypeDecoder:
-    """Greedy decoding of a batch of prompts of equal length, token by token, under one method.
+class PrototypeBackend(Backend):
+    """Attention of one method over prompts of equal length.
 
     Args:
-        read: the prompts, which are moved into the decoder's cache, so that a long prompt is not in memory twice.
+        read: the prompts, which are moved into the backend's cache, so that a long prompt is not in memory twice.
         method: one of the paper's methods.
         k: retrieved tokens per query head; unused by `full`.
         phi: required by methods with feature maps.
-        steps: tokens of a run.
     """
 
+    name = "prototype"
+
     def __init__(
-        self,
-        model: PreTrainedModel,
-        read: Prefill,
-        method: str,
-        k: int,
-        anchors: AnchorSpec,
-        phi: PhiMaps | None,
-        steps: int,
+        self, model: PreTrainedModel, read: Prefill, method: str, k: int, anchors: AnchorSpec, phi: PhiMaps | None
     ) -> None:
-        self.model = model
-        self.recorded = False
-        self.steps = steps
         self.rule = method_named(method)
         self.device = device_of(model)
         self.phi = None if phi is None else phi.on(model)
@@ -80,24 +70,19 @@ class PrototypeDecoder:
                 self.summaries[index] = self._summary(index, keys, values)
             self.cache.update(keys, values, index)
 
-    def prepare(self) -> None:
-        """Crops the cache to the prompt; call before every run."""
-        grown = self.cache.get_seq_length() - self.length
-        if grown:
-            self.cache.crop(-grown)
+    @property
+    def tokens(self) -> int:
+        return self.cache.get_seq_length()
 
-    @torch.no_grad()
-    def run(self, first: Tensor) -> Tensor:
-        """Decodes tokens [B, T] after the tokens `first` [B]."""
-        token = first.unsqueeze(1)
-        tokens = []
-        with nullcontext() if self.rule.whole_prefix else attention_hook(self.model, self):
-            for _ in range(self.steps):
-                output = self.model(token, past_key_values=self.cache, use_cache=True)
-                self.logits = output.logits[:, -1]
-                token = self.logits.argmax(-1, keepdim=True)
-                tokens.append(token)
-        return torch.cat(tokens, dim=1)
+    def read(self, call: LayerCall) -> Tensor:
+        raise ValueError("the prototype decodes after prompts that were read before")
+
+    def stored(self, call: LayerCall) -> tuple[Tensor, Tensor]:
+        return self.cache.update(call.key, call.value, call.index)
+
+    def crop(self, tokens: int) -> None:
+        if tokens:
+            self.cache.crop(-tokens)
 
     @torch.no_grad()
     def _summary(self, index: int, keys: Tensor, values: Tensor) -> SummaryState:
@@ -107,12 +92,14 @@ class PrototypeDecoder:
         features, log_shift = key_features(log_features, self.mid)
         return summarise(features, log_shift, values.float())
 
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
+    def step(self, call: LayerCall) -> Tensor:
+        key, value = self.stored(call)
+        query = call.query
+        if self.rule.whole_prefix:
+            return exact_attention(call.module, query, key, value, call.mask, call.scale)
         by_kv_head = (key.shape[1], -1)
         grouped = query.float().unflatten(1, by_kv_head).squeeze(3)  # [B, Hkv, G, D]
-        scores = attention_scores(grouped, key.float(), scale)
+        scores = attention_scores(grouped, key.float(), call.scale)
         mid_scores = scores[..., : self.length].masked_fill(~self.mid, -torch.inf)
         top, chosen = mid_scores.topk(self.k, dim=-1, sorted=False)
         retrieved = Selected(chosen, top > -torch.inf)
@@ -126,7 +113,7 @@ class PrototypeDecoder:
             all_tokens = full_prefix(exact_values.shape[2], self.device)
             parts.append(exact_terms(scores[..., tokens], exact_values, all_tokens))
         if self.rule.needs_maps:
-            index = module.layer_idx
+            index = call.index
             subtracted = None
             if self.rule.subtracts:
                 features = self._features_again(index, key, retrieved)

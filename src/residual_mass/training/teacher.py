@@ -16,16 +16,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from residual_mass.core.accounting import promoted
 from residual_mass.core.output_matching import Targets, Window, exact_targets
 from residual_mass.core.selection import retrieved_count
+from residual_mass.decode.backend import LayerCall
+from residual_mass.decode.recording import Recording
+from residual_mass.decode.text import Text
 from residual_mass.files import sha256_text
-from residual_mass.model.hook import attention_hook, exact_attention
+from residual_mass.model.layers import require_plain
 from residual_mass.model.loading import Backbone
 from residual_mass.spec.settings import AnchorSpec, tokens_of
 from residual_mass.spec.specs import TrainSpec
@@ -89,21 +93,17 @@ def stream_traces(backbone: Backbone, ids: Sequence[int], positions: Tensor, con
     runs without gradients; `consume` may compute gradients.
     """
     last = backbone.shape.layers - 1
+    require_plain(backbone.model)
 
-    def handler(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        trace = LayerTrace(q[0, :, positions], k[0], v[0], positions, scale)
+    def observe(call: LayerCall) -> None:
+        trace = LayerTrace(call.query[0, :, positions], call.key[0], call.value[0], positions, call.scale)
         with torch.enable_grad():
-            consume(module.layer_idx, trace)
-        if module.layer_idx == last:
+            consume(call.index, trace)
+        if call.index == last:
             raise _LastLayerDone
-        return exact_attention(module, q, k, v, mask, scale)
 
-    inputs = torch.tensor([list(ids)], device=backbone.device)
-    try:
-        with attention_hook(backbone.model, handler):
-            backbone.model.get_decoder()(inputs, use_cache=False)
-    except _LastLayerDone:
-        pass
+    with suppress(_LastLayerDone):
+        Text(backbone.model, Recording(observe)).read(torch.tensor([list(ids)], device=backbone.device))
 
 
 def record_traces(
