@@ -164,9 +164,6 @@ class TrainingSettings(Settings):
     """Query positions sampled from a sequence per step."""
     query_window: Share
     """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the operands of matrix products in training; sums stay in float32. `bfloat16` is for GPUs, where it
-    is many times as fast."""
     replay: ReplaySpec
     held_out: OneOrMore[HeldOutText]
     """Texts that progress is measured on; figures show the first."""
