@@ -33,7 +33,7 @@ from residual_mass.decode.terms import retrieved_by
 from residual_mass.decode.text import TextBatch
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
-from residual_mass.measure.latency import Side, prefilled_cache, random_keys, timed
+from residual_mass.measure.steps import Side, prefilled_cache, random_keys, timed
 from residual_mass.methods import method_named
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes

@@ -1,5 +1,5 @@
 """Seconds and peak memory of training on one sequence: the teacher alone, and with the trainer's losses, gradients and
-updates of all layers, with products in float32 and in bfloat16.
+updates of all layers.
 
 On a CPU the backbone is that of the mini study, on a GPU a bfloat16 model with random weights.
 """
@@ -18,7 +18,7 @@ from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.sections import ObjectiveSpec
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 from residual_mass.timing import time_in_turns
-from residual_mass.training.learner import PRECISIONS, row_losses
+from residual_mass.training.learner import row_losses
 from residual_mass.training.teacher import LayerTrace, stream_traces
 
 OBJECTIVE, QUERIES, QUERY_WINDOW = ObjectiveSpec(), 100, 33000 / 65536
@@ -53,13 +53,12 @@ def whole_passes(backbone: Backbone, length: int, rounds: int) -> None:
     maps = PhiMaps(backbone.shape, MapSpec()).to(device)
     peaks: dict[str, int] = {}
 
-    def passing(title: str, precision: str | None) -> Callable[[], None]:
+    def passing(title: str, trains: bool) -> Callable[[], None]:
         optimiser = torch.optim.AdamW(maps.parameters(), lr=1e-3, fused=True)
 
         def learn(layer: int, trace: LayerTrace) -> None:
-            if precision:
-                sides = maps.query[layer], maps.key[layer]
-                row_losses(*sides, trace, OBJECTIVE, AnchorSpec(), precision).mean().backward()
+            if trains:
+                row_losses(maps.query[layer], maps.key[layer], trace, OBJECTIVE, AnchorSpec()).mean().backward()
 
         def run() -> None:
             before = 0
@@ -68,7 +67,7 @@ def whole_passes(backbone: Backbone, length: int, rounds: int) -> None:
                 before = torch.cuda.memory_allocated()
             optimiser.zero_grad(set_to_none=False)  # keeps gradients, so that like moments they are not in the peak
             stream_traces(backbone, ids, positions, learn)
-            if precision:
+            if trains:
                 optimiser.step()
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -76,8 +75,8 @@ def whole_passes(backbone: Backbone, length: int, rounds: int) -> None:
 
         return run
 
-    titles = {"teacher alone": None} | {f"with training in {precision}": precision for precision in PRECISIONS}
-    sides = {title: passing(title, precision) for title, precision in titles.items()}
+    titles = {"teacher alone": False, "with training": True}
+    sides = {title: passing(title, trains) for title, trains in titles.items()}
     seconds = time_in_turns(sides, rounds)
     width, threads = MapSpec(), torch.get_num_threads()
     report(

@@ -17,7 +17,7 @@ from common import SMOL
 
 from residual_mass import partial_decoding
 from residual_mass.decode.verify import Pass
-from residual_mass.measure.latency import Side, prefilled_cache
+from residual_mass.measure.steps import Side, prefilled_cache
 from residual_mass.methods import method_named
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone

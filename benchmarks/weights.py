@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass import pack_weights
-from residual_mass.measure.latency import Side
+from residual_mass.measure.steps import Side
 from residual_mass.methods import method_named
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone, load_backbone

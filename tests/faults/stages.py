@@ -31,7 +31,7 @@ MAP = MapSpec(d_emb=16, d_phi=8, init="positive_random_features")
 TRAIN = TrainSpec(
     name="study", backbone=BACKBONE, length="256", variants=(VariantSpec("ours", MAP, ObjectiveSpec()),),
     corpora=("pydoc",), steps=24, learning_rate=3e-3, weight_decay=1e-4, schedule="cosine", warmup_steps=2,
-    sequences_per_step=1, queries_per_step=8, query_window=0.5, replay=ReplaySpec(pool=2, reuse=2), curriculum=None,
+    sequences_per_step=1, queries_per_step=8, query_window=0.5, replay=ReplaySpec(pool=2, reuse=2),
     anchors=AnchorSpec(), held_out=("books",), eval_budgets=(10.0, 30.0), eval_every=8, checkpoint_every=4, seed=0,
     recipe=1,
 )  # fmt: skip

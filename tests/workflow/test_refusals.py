@@ -66,7 +66,7 @@ def test_a_wrong_setting(key: str, value: Any, words: str) -> None:
 
 STUDIES: list[tuple[str, dict[str, Any], str]] = [
     ("mini", {"phi.objective.lambda_l": 1}, "phi.objective.lambda_l: unknown key (did you mean lambda_kl?); "),
-    ("mini", {"phi.curriculum": {"lenth": "512"}}, "phi.curriculum.lenth: unknown key (did you mean length?); "),
+    ("mini", {"phi.replay.resue": 2}, "phi.replay.resue: unknown key (did you mean reuse?); "),
     ("mini", {"figures.fidelity.txt": "wiki"}, "figures.fidelity.txt: unknown key (did you mean text?); "),
     ("mini", {"nothing_like_it": 1}, "nothing_like_it: unknown key; "),
     ("mini", {"diagnostics.packs": ...}, "diagnostics.packs: missing key"),
@@ -79,7 +79,6 @@ STUDIES: list[tuple[str, dict[str, Any], str]] = [
     ("mini", {"diagnostics.corpora": ["wiki", "cwe", "wiki"]}, "diagnostics.corpora: has wiki twice; remove one"),
     ("mini", {"fidelity.corpora": ["needles"]}, "fidelity.corpora.0: Input should be 'sotu', 'wiki'"),
     ("mini", {"phi.corpora": ["code"]}, "phi.corpora.0: Input should be 'sotu', 'wiki'"),
-    ("mini", {"phi.curriculum": {"length": "512"}}, "phi.curriculum.share: missing key"),
     ("mini", {"phi.gpus": 2, "phi.sequences_per_step": 3}, "sequences_per_step (3) is not a multiple of gpus (2)"),
     ("mini", {"truncate_to": "4k"}, "maps.main: trained on 2k, but the study evaluates 4k"),
     ("mini", {"benchmarks.longbench.lengths": ["4k"]}, "maps.main: trained on 2k, but the study evaluates 4k"),

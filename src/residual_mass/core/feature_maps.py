@@ -6,16 +6,10 @@ Shape letters: H = heads, N = vectors, D = head dimension, M = features, I = inn
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-
-Baddbmm = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""bias + x w of bias [H, 1, C], x [H, N, B] and w [H, B, C]."""
 
 LEAST = -80.0
 """Lower bound of exponents: exp(LEAST) is a normal float32, and subnormal numbers are thirty times slower on CPUs."""
@@ -33,11 +27,11 @@ class FoldedMap:
         self.e_bias = e_bias
         self.width = c.shape[-1]
 
-    def __call__(self, x: Tensor, baddbmm: Baddbmm = torch.baddbmm) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """Computes log phi: [H, N, D] -> [H, N, M]."""
-        inner = F.gelu(baddbmm(self.c_bias, x, self.c))
-        linear = baddbmm(self.e_bias, x, self.a)
-        return baddbmm(linear, inner, self.b)
+        inner = F.gelu(torch.baddbmm(self.c_bias, x, self.c))
+        linear = torch.baddbmm(self.e_bias, x, self.a)
+        return torch.baddbmm(linear, inner, self.b)
 
 
 class ReZeroMap(nn.Module):
@@ -109,47 +103,14 @@ class HedgehogMap(nn.Module):
         self.weight, self.bias = _linear(heads, d_in, d_phi // 2)
         self.width = d_phi // 2
 
-    def forward(self, x: Tensor, baddbmm: Baddbmm = torch.baddbmm) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Computes log phi: [H, N, D] -> [H, N, M]."""
-        z = baddbmm(self.bias, x, self.weight)
+        z = torch.baddbmm(self.bias, x, self.weight)
         return torch.cat((z, -z), dim=-1)
 
     def fold(self) -> HedgehogMap:
         """Returns the map itself, which is already linear before the exponential."""
         return self
-
-
-class _ProductInBfloat16(torch.autograd.Function):
-    """Multiplies x w with operands rounded to bfloat16 and sums in float32, in the backward pass too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # noqa: D102
-        x = x.bfloat16()
-        w = w.bfloat16()
-        ctx.save_for_backward(x, w)
-        return _bmm_to_float32(x, w)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor]:  # noqa: D102
-        x, w = ctx.saved_tensors
-        upstream = upstream.bfloat16()
-        for_x = None
-        if ctx.needs_input_grad[0]:
-            for_x = _bmm_to_float32(upstream, w.transpose(-1, -2))
-        for_w = _bmm_to_float32(x.transpose(-1, -2), upstream)
-        return for_x, for_w
-
-
-def baddbmm_in_bfloat16(bias: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    """Computes bias + x w in float32, with x and w rounded to bfloat16."""
-    return bias + _ProductInBfloat16.apply(x, w)
-
-
-def _bmm_to_float32(x: Tensor, y: Tensor) -> Tensor:
-    if x.is_cuda:
-        return torch.bmm(x, y, out_dtype=torch.float32)
-    return torch.bmm(x.float(), y.float())  # CPUs round the sums too
 
 
 def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Generator) -> Tensor:

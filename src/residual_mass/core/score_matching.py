@@ -121,9 +121,8 @@ class TorchPasses:
         self.last = inputs.last
         self.keys = inputs.keys
         self.queries = inputs.queries.to(dtype) * inputs.scale
-        self.rounded = inputs.key.dtype
-        self.query = inputs.query.to(dtype)
-        self.key = inputs.key.to(dtype)
+        self.query = inputs.query
+        self.key = inputs.key
         self.query_shift = inputs.query_shift.unsqueeze(-1)
         self.key_shift = inputs.key_shift
         self.last_seen = self.last.tolist()
@@ -192,7 +191,6 @@ class TorchPasses:
             pairs = self.newest or self.pairs(block)
             self.newest = None
             slope = self._slopes(block, pairs, sums, factors)
-            slope = slope.to(self.rounded).to(for_key.dtype)
             key = self.key[:, block]
             for_query[:, pairs.rows] += slope @ key
             query = self.query[:, pairs.rows]
@@ -306,7 +304,6 @@ class _ScoreMatching(torch.autograd.Function):
         scale: float,
         last: Tensor,
         weights: Weights,
-        products: torch.dtype | None,
         passes: Callable[[Inputs, Weights], TorchPasses],
     ) -> Tensor:
         ctx.order = last.argsort()
@@ -314,9 +311,9 @@ class _ScoreMatching(torch.autograd.Function):
         queries = queries[:, ctx.order]
         last = last[ctx.order]
         query_shift = log_query.amax(-1)
-        query = _scaled_features(log_query, query_shift, products)
+        query = _scaled_features(log_query, query_shift)
         key_shift = log_key.amax(-1)
-        key = _scaled_features(log_key, key_shift, products)
+        key = _scaled_features(log_key, key_shift)
         inputs = Inputs(queries, keys, query, key, query_shift, key_shift, last, scale)
         ctx.inputs = inputs
         ctx.weights = weights
@@ -334,7 +331,7 @@ class _ScoreMatching(torch.autograd.Function):
         for_query.mul_(ctx.inputs.query)
         for_key.mul_(ctx.inputs.key)
         in_place = torch.empty_like(for_query).index_copy_(1, ctx.order, for_query)
-        return in_place, for_key, None, None, None, None, None, None, None
+        return in_place, for_key, None, None, None, None, None, None
 
 
 def score_matching_losses(
@@ -345,7 +342,6 @@ def score_matching_losses(
     scale: float,
     last: Tensor,
     weights: Weights,
-    products: torch.dtype | None = None,
     passes: Callable[[Inputs, Weights], TorchPasses] = TorchPasses,
 ) -> Tensor:
     """Computes lambda_KL L_KL + lambda_top L_top + lambda_fp L_fp + lambda_Z L_Z of every row, [H, R].
@@ -356,16 +352,14 @@ def score_matching_losses(
         log_query: [H, R, M] log phi_q of the rows, float32 or float64; log_key: [H, L, M] log phi_k.
         queries: [H, R, D]; keys: [H, L, D] of the same dtype, bfloat16 too; the teacher's scores are scale * q . k.
         last: [R] integer, index of the last visible key, at least 0.
-        products: dtype that the operands of products with features are rounded to; None does not round.
         passes: class of the passes over the keys; kernels have the same two methods as `TorchPasses`.
     """
-    return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, products, passes)
+    return _ScoreMatching.apply(log_query, log_key, queries, keys, scale, last, weights, passes)
 
 
-def _scaled_features(log_features: Tensor, shift: Tensor, products: torch.dtype | None) -> Tensor:
-    """Returns features [H, N, M] in units of e^shift, shift [H, N], rounded to the dtype `products`."""
-    features = (log_features - shift.unsqueeze(-1)).clamp_min_(LEAST).exp_()
-    return features.to(products or log_features.dtype)
+def _scaled_features(log_features: Tensor, shift: Tensor) -> Tensor:
+    """Returns features [H, N, M] in units of e^shift, shift [H, N]."""
+    return (log_features - shift.unsqueeze(-1)).clamp_min_(LEAST).exp_()
 
 
 def huber(x: Tensor, delta: float) -> Tensor:

@@ -19,8 +19,8 @@ from residual_mass.core import score_matching
 from residual_mass.core.score_matching import Factors, Inputs, Sums, Weights, beyond
 from residual_mass.gpu.path import product_type
 
-ROW_BLOCK = {tl.bfloat16: 64, tl.float32: 32}
-"""Rows of a tile, by the type whose products need more registers: no kernel spills them."""
+ROW_BLOCK = 32
+"""Rows of a tile: so few that no kernel spills the registers of its products in float32."""
 KEY_BLOCK = 32
 KEYS_OF_SHARE = 4096
 """64k keys make 16 shares: with 400 rows and 8 heads, 6 programs or more for each multiprocessor of an H200."""
@@ -41,9 +41,7 @@ class TritonPasses:
         self.length = inputs.keys.shape[1]
         self.shares = triton.cdiv(self.length, KEYS_OF_SHARE)
         score_type = product_type(inputs.queries, inputs.keys)
-        feature_type = product_type(inputs.query, inputs.key)
-        at_once = min(ROW_BLOCK[score_type], ROW_BLOCK[feature_type])
-        self.by_share = (triton.cdiv(self.rows, at_once), self.shares, self.heads)
+        self.by_share = (triton.cdiv(self.rows, ROW_BLOCK), self.shares, self.heads)
         self.teacher = {
             "queries": inputs.queries,
             "keys": inputs.keys,
@@ -53,7 +51,7 @@ class TritonPasses:
             "length": self.length,
             "D": inputs.keys.shape[-1],
             "DOT_TYPE": score_type,
-            "ROWS": at_once,
+            "ROWS": ROW_BLOCK,
             "KEYS": KEY_BLOCK,
             "num_warps": 8,
             "num_stages": 2,
@@ -66,7 +64,6 @@ class TritonPasses:
             "band": weights.band,
             "delta": weights.huber_delta,
             "M": self.m,
-            "FEATURE_TYPE": feature_type,
         }
 
     def sums(self) -> Sums:
@@ -149,7 +146,6 @@ def sums_kernel(
     D: tl.constexpr,
     M: tl.constexpr,
     DOT_TYPE: tl.constexpr,
-    FEATURE_TYPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
@@ -159,7 +155,7 @@ def sums_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     used = row < rows
     q = _vectors(queries + head * rows * D, row, rows, D).to(DOT_TYPE)
-    phi_q = _vectors(query + head * rows * M, row, rows, M).to(FEATURE_TYPE)
+    phi_q = _vectors(query + head * rows * M, row, rows, M)
     seen = tl.load(last + row, mask=used, other=-1)
     maximum = tl.load(per_row + head * rows + row, mask=used, other=0.0)
     shift = tl.load(per_row + (heads + head) * rows + row, mask=used, other=0.0)
@@ -170,7 +166,7 @@ def sums_kernel(
     for start in range(share * SHARE, tl.minimum((share + 1) * SHARE, tl.max(seen) + 1), KEYS):
         column = start + tl.arange(0, KEYS)
         k = _vectors(keys + head * length * D, column, length, D).to(DOT_TYPE)
-        phi_k = _vectors(key + head * length * M, column, length, M).to(FEATURE_TYPE)
+        phi_k = _vectors(key + head * length * M, column, length, M)
         shift_k = tl.load(key_shift + head * length + column, mask=column < length, other=0.0)
         visible = column[None, :] <= seen[:, None]
         r = tl.dot(q, tl.trans(k), input_precision="ieee") * scale - maximum[:, None]
@@ -227,7 +223,6 @@ def query_gradient_kernel(
     D: tl.constexpr,
     M: tl.constexpr,
     DOT_TYPE: tl.constexpr,
-    FEATURE_TYPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     SHARE: tl.constexpr,
@@ -236,13 +231,13 @@ def query_gradient_kernel(
     share, head, heads = tl.program_id(1), tl.program_id(2).to(tl.int64), tl.num_programs(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     q = _vectors(queries + head * rows * D, row, rows, D).to(DOT_TYPE)
-    phi_q = _vectors(query + head * rows * M, row, rows, M).to(FEATURE_TYPE)
+    phi_q = _vectors(query + head * rows * M, row, rows, M)
     seen = tl.load(last + row, mask=row < rows, other=-1)
     total = tl.zeros([ROWS, M], tl.float32)
     for start in range(share * SHARE, tl.minimum((share + 1) * SHARE, tl.max(seen) + 1), KEYS):
         column = start + tl.arange(0, KEYS)
         k = _vectors(keys + head * length * D, column, length, D).to(DOT_TYPE)
-        phi_k = _vectors(key + head * length * M, column, length, M).to(FEATURE_TYPE)
+        phi_k = _vectors(key + head * length * M, column, length, M)
         shift_k = tl.load(key_shift + head * length + column, mask=column < length, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         z = tl.dot(phi_q, tl.trans(phi_k), input_precision="ieee")
@@ -251,7 +246,7 @@ def query_gradient_kernel(
             scores, z, hidden, shift_k[None, :], per_row + head * rows, heads * rows, row, rows, inverse_tau, band,
             delta, 1,
         )  # fmt: skip
-        total += tl.dot(slopes.to(FEATURE_TYPE), phi_k, input_precision="ieee")
+        total += tl.dot(slopes, phi_k, input_precision="ieee")
     place = ((share * heads + head) * rows + row)[:, None] * M + tl.arange(0, M)[None, :]
     tl.store(gradient + place, total, mask=(row < rows)[:, None])
 
@@ -275,7 +270,6 @@ def key_gradient_kernel(
     D: tl.constexpr,
     M: tl.constexpr,
     DOT_TYPE: tl.constexpr,
-    FEATURE_TYPE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -283,13 +277,13 @@ def key_gradient_kernel(
     head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     column = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     k = _vectors(keys + head * length * D, column, length, D).to(DOT_TYPE)
-    phi_k = _vectors(key + head * length * M, column, length, M).to(FEATURE_TYPE)
+    phi_k = _vectors(key + head * length * M, column, length, M)
     shift_k = tl.load(key_shift + head * length + column, mask=column < length, other=0.0)
     total = tl.zeros([KEYS, M], tl.float32)
     for start in range(0, rows, ROWS):
         row = start + tl.arange(0, ROWS)
         q = _vectors(queries + head * rows * D, row, rows, D).to(DOT_TYPE)
-        phi_q = _vectors(query + head * rows * M, row, rows, M).to(FEATURE_TYPE)
+        phi_q = _vectors(query + head * rows * M, row, rows, M)
         seen = tl.load(last + row, mask=row < rows, other=-1)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
         z = tl.dot(phi_k, tl.trans(phi_q), input_precision="ieee")
@@ -298,7 +292,7 @@ def key_gradient_kernel(
             scores, z, hidden, shift_k[:, None], per_row + head * rows, heads * rows, row, rows, inverse_tau, band,
             delta, 0,
         )  # fmt: skip
-        total += tl.dot(slopes.to(FEATURE_TYPE), phi_q, input_precision="ieee")
+        total += tl.dot(slopes, phi_q, input_precision="ieee")
     place = (head * length + column)[:, None] * M + tl.arange(0, M)[None, :]
     tl.store(gradient + place, total, mask=(column < length)[:, None])
 

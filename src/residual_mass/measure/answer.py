@@ -9,9 +9,16 @@ from typing import Any
 
 import pandas as pd
 
-from residual_mass.measure.choice import ARM_COLUMNS, TORCH, arm_means, below_target, fewest_bytes, recommended
+from residual_mass.measure.choice import (
+    ARM_COLUMNS,
+    TORCH,
+    arm_means,
+    below_target,
+    faster_from,
+    fewest_bytes,
+    recommended,
+)
 from residual_mass.measure.distances import Measured
-from residual_mass.measure.latency import faster_from
 from residual_mass.measure.served import WHOLE_PERCENT, arm_name
 from residual_mass.measure.times import DRAFTS, FULL_ATTENTION, LONGER, TURN_STEPS
 from residual_mass.methods.served import READ_WHOLE

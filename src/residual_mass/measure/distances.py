@@ -194,7 +194,7 @@ def _settings(models: Models, served: Served) -> dict[str, Any]:
     spec = models.spec
     args = models.args
     settings = dict(vars(args))
-    for name in ("device", "assets", "out", "latency"):
+    for name in ("device", "assets", "out"):
         del settings[name]
     settings |= {"model": spec.model_id, "revision": spec.revision, "dtype": spec.dtype}
     settings |= {"texts": [*map(printable, args.texts)], "served": served.backends}

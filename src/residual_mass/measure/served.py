@@ -11,7 +11,7 @@ from residual_mass.decode.backends import BACKENDS, loop_refusal
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.measure.arguments import Arguments
 from residual_mass.measure.choice import TORCH
-from residual_mass.measure.latency import Side, require_compiler
+from residual_mass.measure.steps import Side, require_compiler
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import READ_WHOLE, backends_of

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from residual_mass.decode.verify import Pass
 from residual_mass.measure.arguments import Arguments
 from residual_mass.measure.choice import ARM_COLUMNS, FASTER, TORCH, below_target, fastest_of
-from residual_mass.measure.latency import (
+from residual_mass.measure.served import WHOLE_PERCENT, Served, arm_name, requested_arms
+from residual_mass.measure.steps import (
     LayerKeys,
     Side,
     bytes_of,
@@ -30,7 +31,6 @@ from residual_mass.measure.latency import (
     timed_after,
     timed_drafts,
 )
-from residual_mass.measure.served import WHOLE_PERCENT, Served, arm_name, requested_arms
 from residual_mass.methods import method_named
 from residual_mass.methods.served import READ_WHOLE
 from residual_mass.model.hook import prefill

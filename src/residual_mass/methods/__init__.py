@@ -18,14 +18,13 @@ from residual_mass.methods.selectors import (
     Pages,
     PerGroup,
     QuantisedScan,
-    Reranked,
     Rotated,
     WholeClusters,
 )
 
 __all__ = [
     "METHODS", "CacheOnly", "Centroids", "Channels", "Choice", "ExactMass", "GroupSums", "ImportanceSample", "Mean",
-    "Method", "Moments", "Pages", "PerGroup", "Phi", "QuantisedScan", "QuantisedValues", "Reranked", "Residual",
+    "Method", "Moments", "Pages", "PerGroup", "Phi", "QuantisedScan", "QuantisedValues", "Residual",
     "Rotated", "ScanRegression", "Seen", "Selector", "Step", "TopK", "WholeClusters", "method_named", "names",
     "state_bytes",
 ]  # fmt: skip

@@ -64,9 +64,7 @@ CACHES = (
     Method("cache4_rotated", "4-bit cache, rotated", CACHE_4_BITS, QuantisedValues(4)),
     Method("cache4_rotated_tail128", "4-bit cache, rotated, last 128 exact", CACHE_4_BITS_TAIL, QuantisedValues(4)),
     Method("cache8_sparse_v_1e-6", "Sparse V, 1e-6", CACHE_8_BITS, QuantisedValues(8, bound=1e-6)),
-    Method("cache8_sparse_v_1e-5", "Sparse V, 1e-5", CACHE_8_BITS, QuantisedValues(8, bound=1e-5)),
     Method("cache8_sparse_v_1e-4", "Sparse V, 1e-4", CACHE_8_BITS, QuantisedValues(8, bound=1e-4)),
-    Method("cache8_sparse_v_1e-3", "Sparse V, 1e-3", CACHE_8_BITS, QuantisedValues(8, bound=1e-3)),
 )
 """They replace keys and values by quantised ones."""
 

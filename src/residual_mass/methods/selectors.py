@@ -316,31 +316,6 @@ class Wrapped(Selector):
 
 
 @dataclass(frozen=True)
-class Reranked(Wrapped):
-    """Chooses the K best tokens by exact scores among the K + margin best of a scan.
-
-    The threshold is the K-th best exact score. In `Choice.scanned`, the K + margin tokens have their exact scores.
-    """
-
-    margin: int = 16
-    """Tokens whose keys a query head reads in addition to the budget."""
-    limits = {"margin": None}
-
-    def select(self, queries: Tensor, scores: Tensor, state: Any, mid: Tensor, k: Tensor, layout: Layout) -> Choice:
-        more = k + self.margin
-        wider = self.scan.select(queries, scores, state, mid, more, layout)
-        candidates = wider.read.mask(scores.shape[-1])
-        best = best_of(scores, candidates, k)
-        mixed = best_of(torch.where(candidates, scores, wider.scanned), mid, k)
-        threshold = torch.where(k > 0, best.threshold, mixed.threshold)
-        return Choice(best.read, threshold, mixed.scanned)
-
-    def scan_bytes(self, step: Step) -> float:
-        margin_bytes = BFLOAT16 * step.width * step.heads * self.margin
-        return self.scan.scan_bytes(step) + margin_bytes
-
-
-@dataclass(frozen=True)
 class CacheOnly(Wrapped):
     """Replaces the keys by the summary of a scan: at every budget, of the mid-region only the last `tail` tokens are
     read exactly. With `QuantisedValues` it is a quantised cache, which every step reads whole, and the only one.

@@ -70,7 +70,7 @@ COMPARED_SETTINGS = (
     "phi.weight_decay phi.schedule phi.warmup_steps phi.sequences_per_step phi.queries_per_step phi.query_window "
     "phi.map.kind phi.map.d_emb phi.map.d_phi phi.map.init phi.objective.name phi.objective.tau "
     "phi.objective.lambda_kl phi.objective.lambda_top phi.objective.lambda_fp phi.objective.lambda_z "
-    "phi.objective.band phi.objective.huber_delta phi.replay.pool phi.replay.reuse phi.curriculum truncate_to"
+    "phi.objective.band phi.objective.huber_delta phi.replay.pool phi.replay.reuse truncate_to"
 ).split()
 COMPARED_SETTINGS += [f"benchmarks.{name}.{key}" for name in EXAMPLES for key in PROMPT_SETTINGS]
 """Keys of a study that values depend on."""

@@ -142,16 +142,6 @@ class ReplaySpec(Settings):
     """Steps until a new teacher pass is made."""
 
 
-@dataclass(frozen=True)
-class CurriculumSpec(Settings):
-    """Shorter sequences at the start of training."""
-
-    length: Length
-    """Length that each sequence is cut to; its first tokens are used."""
-    share: Share
-    """Share of the steps, from the first on, with cut sequences."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(Settings):
     """How feature maps are trained."""
@@ -174,12 +164,7 @@ class TrainingSettings(Settings):
     """Query positions sampled from a sequence per step."""
     query_window: Share
     """Final share of the sequence that query positions are drawn from (the paper: 33,000 of 65,536)."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the operands of matrix products in training; sums stay in float32. `bfloat16` is for GPUs, where it
-    is many times as fast."""
     replay: ReplaySpec
-    curriculum: CurriculumSpec | None
-    """Shorter sequences at the start; `null` trains on whole ones throughout."""
     held_out: OneOrMore[HeldOutText]
     """Texts that progress is measured on; figures show the first."""
     eval_budgets: OneOrMore[Percent]

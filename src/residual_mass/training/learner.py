@@ -20,11 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from residual_mass.core.accounting import attention_scores, promoted
 from residual_mass.core.feature_maps import (
-    Baddbmm,
     FoldedMap,
     HedgehogMap,
     ReZeroMap,
-    baddbmm_in_bfloat16,
     log_kernel,
     orthogonal_directions,
 )
@@ -62,8 +60,6 @@ DIRECTION_SCALE = 0.3
 """Scale of the random directions: unbiased ones (scale 1, minus |x|^2 / 2) have far too much variance at d_phi = 64."""
 CALIBRATION_QUERIES = 64
 """Query positions of the trace used for calibration."""
-PRECISIONS = {"float32": (torch.baddbmm, None), "bfloat16": (baddbmm_in_bfloat16, torch.bfloat16)}
-"""Products of the maps, and what features are rounded to in the paper's objective, by `phi.precision`."""
 ACTIVATIONS_AT_ONCE = {"cpu": 2**19, "cuda": 2**27}
 """Maximum number of inner activations of a map, over all heads and keys, that are kept for its backward pass."""
 HELD_OUT_PACKS = 3
@@ -115,7 +111,7 @@ class Learner:
             trace = replace(trace, targets=targets)
         query_map = self.maps.query[layer]
         key_map = self.maps.key[layer]
-        losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors, self.spec.precision)
+        losses = row_losses(query_map, key_map, trace, self.objective, self.spec.anchors)
         losses = losses.mean(-1) / self.spec.sequences_per_step
         losses.mean().backward()
         self.losses[layer] += losses.detach()
@@ -181,12 +177,7 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
 
 
 def row_losses(
-    query_map: nn.Module,
-    key_map: nn.Module,
-    trace: LayerTrace,
-    objective: ObjectiveSpec,
-    anchors: AnchorSpec,
-    precision: str = "float32",
+    query_map: nn.Module, key_map: nn.Module, trace: LayerTrace, objective: ObjectiveSpec, anchors: AnchorSpec
 ) -> Tensor:
     """Computes the objective of one layer's maps per query head and position: [Hq, Q].
 
@@ -195,9 +186,8 @@ def row_losses(
     """
     seen = int(trace.positions.max()) + 1
     keys = trace.keys[:, :seen]
-    baddbmm, features = PRECISIONS[precision]
-    log_query = query_map.fold()(promoted(trace.queries), baddbmm)
-    log_key = _in_blocks(key_map.fold(), keys, baddbmm)
+    log_query = query_map.fold()(promoted(trace.queries))
+    log_key = _in_blocks(key_map.fold(), keys)
     kv_heads = keys.shape[0]
     if objective.name not in ON_OUTPUTS:
         group = trace.queries.shape[0] // kv_heads
@@ -216,7 +206,7 @@ def row_losses(
             huber_delta=objective.huber_delta,
         )
         passes = passes_for(keys, log_query, log_key)
-        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, features, passes)
+        losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, passes)
         return losses.view(trace.queries.shape[:2])
     assert trace.targets is not None
     by_position = by_kv_head(log_query, kv_heads)
@@ -230,11 +220,11 @@ def row_losses(
     return losses.transpose(1, 2).flatten(0, 1)
 
 
-def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor, baddbmm: Baddbmm) -> Tensor:
+def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor) -> Tensor:
     """Computes log phi_k in blocks, [Hkv, L, D] -> [Hkv, L, M], with activation checkpointing."""
 
     def log_features(block: Tensor) -> Tensor:
-        return key_map(promoted(block), baddbmm)
+        return key_map(promoted(block))
 
     activations_of_key = keys.shape[0] * key_map.width
     at_once = max(1, ACTIVATIONS_AT_ONCE[keys.device.type] // activations_of_key)

@@ -183,12 +183,7 @@ class Passes(ABC):
         uniformly from the last share `query_window` of the tokens.
         """
         spec = self.spec
-        length = spec.length
-        if spec.curriculum is not None:
-            step = index * spec.replay.reuse
-            if step < round(spec.curriculum.share * spec.steps):
-                length = spec.curriculum.length
-        ids = self.corpus.sequence(index)[: tokens_of(length)]
+        ids = self.corpus.sequence(index)[: tokens_of(spec.length)]
         window = max(1, round(len(ids) * spec.query_window))
         window = min(len(ids), window)
         places = torch.randperm(window, generator=self.random("positions", index))

@@ -68,11 +68,6 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
             or another job uses this checkpoint.
     """
     record = Record("train", spec, [assets / MANIFEST])
-    if spec.curriculum is not None and tokens_of(spec.curriculum.length) > tokens_of(spec.length):
-        raise ValueError(
-            f"phi.curriculum.length ({spec.curriculum.length}) is longer than the maps' ({spec.length}); "
-            "choose a shorter one"
-        )
     if len(out) != len(spec.variants):
         raise ValueError(f"--out has {len(out)} files, but spec.variants has {len(spec.variants)}; give one for each")
     with processes() as group, locked(checkpoint) if group.leads else nullcontext():

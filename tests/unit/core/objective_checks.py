@@ -71,14 +71,12 @@ class Problem:
         self.queries, self.keys = draw(rows, self.d).to(self.dtype), (3 * draw(self.length, self.d)).to(self.dtype)
         self.upstream = torch.rand(self.heads, rows, generator=generator)
 
-    def results(
-        self, weights: Weights = WEIGHTS, dtype: torch.dtype = torch.float32, products: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
+    def results(self, weights: Weights = WEIGHTS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
         """Losses [H, R] and the gradients of both log features."""
         logs = [x.to(DEVICE, dtype, copy=True).requires_grad_() for x in (self.log_query, self.log_key)]
         vectors = [x.to(DEVICE, self.dtype if dtype == torch.float32 else dtype) for x in (self.queries, self.keys)]
         last = self.last.to(DEVICE)
-        losses = score_matching_losses(*logs, *vectors, self.scale, last, weights, products, self.passes)
+        losses = score_matching_losses(*logs, *vectors, self.scale, last, weights, self.passes)
         gradients = torch.autograd.grad((losses * self.upstream.to(DEVICE)).sum(), logs)
         return tuple(x.cpu() for x in (losses.detach(), *gradients))
 

@@ -11,7 +11,6 @@ from reference import log_features
 from residual_mass.core.feature_maps import (
     HedgehogMap,
     ReZeroMap,
-    baddbmm_in_bfloat16,
     log_kernel,
     orthogonal_directions,
 )
@@ -122,23 +121,3 @@ def test_default_initialisation_starts_without_the_block_and_has_linear_bounds()
     assert bool((module.alpha == 0).all())
     assert module.stem.abs().max() <= 1 / math.sqrt(D) and module.stem.abs().max() > 0.8 / math.sqrt(D)
     assert module.up_bias.abs().max() <= 1 / math.sqrt(EMB)
-
-
-def test_bfloat16_products_round_operands_alone() -> None:
-    """Also those of the gradient, to which only the upstream gradient's rounding adds."""
-    generator = torch.Generator().manual_seed(0)
-    bias, x, w, upstream = (
-        torch.randn(*shape, generator=generator) for shape in ((H, 1, M), (H, 500, D), (H, D, M), (H, 500, M))
-    )
-    given = [bias, x, w]
-    for one in given:
-        one.requires_grad_()
-    found = baddbmm_in_bfloat16(*given)
-    gradients = torch.autograd.grad((found * upstream).sum(), given)
-    x, w, rounded = (one.detach().bfloat16().double() for one in (x, w, upstream))
-    expected = (bias.double() + x @ w).detach()
-    wanted = upstream.double().sum(1, keepdim=True), rounded @ w.mT, x.mT @ rounded
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
-    for gradient, reference in zip(gradients, wanted, strict=True):
-        torch.testing.assert_close(gradient.double(), reference, rtol=1e-4, atol=1e-4)

@@ -130,7 +130,6 @@ def test_kernels_compile_to_machine_code(
 
 @pytest.mark.slow
 @needs(NO_GPU)
-@pytest.mark.parametrize("products", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("dtype", "rows", "d", "m"),
     [
@@ -141,15 +140,15 @@ def test_kernels_compile_to_machine_code(
     + [(torch.bfloat16, 300, 128, 128)],
 )
 def test_kernels_of_training_compile_to_machine_code(
-    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: torch.dtype,
-    rows: int, d: int, m: int,
+    compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, d: int,
+    m: int,
 ) -> None:  # fmt: skip
     from tests.unit.core.objective_checks import Problem, some_rows
 
     from residual_mass.gpu.training import TritonPasses
 
     monkeypatch.setattr(Problem, "passes", TritonPasses)
-    Problem(some_rows(rows, 5000), 5000, d, m, dtype=dtype).results(products=products)
+    Problem(some_rows(rows, 5000), 5000, d, m, dtype=dtype).results()
     assert {kernel.name for kernel in compiled.kernels.values()} == {f"{name}_kernel" for name in OF_TRAINING}
     check(compiled, tmp_path)
 

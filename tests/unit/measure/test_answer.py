@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from tests.conftest import tiny_llama
-from tests.needs import KERNELS, needs
+from tests.needs import COMPILER, KERNELS, needs
 from tests.unit.measure.test_measuring import METHODS, on_a_text, parsed, written
 
 from residual_mass import cli
@@ -21,10 +21,9 @@ from residual_mass.kernels import library
 from residual_mass.kernels.layout import BLOCK
 from residual_mass.measure import times
 from residual_mass.measure.answer import answer_of, recipe
-from residual_mass.measure.choice import arm_means, fewest_bytes, recommended
+from residual_mass.measure.choice import arm_means, faster_from, fewest_bytes, recommended
 from residual_mass.measure.distances import Measured, measure
 from residual_mass.measure.documents import Text
-from residual_mass.measure.latency import faster_from
 from residual_mass.measure.served import Served
 from residual_mass.measure.times import FULL_ATTENTION, Drafts, Times, Timing
 from residual_mass.methods import METHODS as REGISTRY
@@ -184,12 +183,25 @@ def test_what_weights_cost_is_told_apart_from_what_a_method_costs(
     assert (asked.out / "store.jsonl").read_text() == rows, "nothing is computed twice"
 
 
+@needs(KERNELS)
+@needs(COMPILER)
+@pytest.mark.slow
+def test_compiled_steps_are_those_of_methods_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(times, "LONGER", ())
+    options = "--length 512 --budgets 25 --methods scan4_regression_64 --target-kl 100 --compile"
+    found = measure(on_a_text(tiny_llama(width=64), tmp_path, *options.split()))
+    compiled = [record for record in caplog.records if record.message.startswith("compiled the decode step")]
+    facts = dict(answer_of(found).facts)
+    assert compiled and facts["a token"].endswith("; steps of methods compiled, transformers' not)")
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         ("--weights 3", "argument --weights: invalid choice: 3"),
         ("--compile", "--compile: there is no C\\+\\+ compiler none: install one, .*; leave it out"),
-        ("--latency 256 --compile", "--compile: there is no C\\+\\+ compiler none: install one, .*; leave it out"),
     ],
 )
 def test_what_cannot_be_packed_or_compiled_is_told_in_one_line(

@@ -16,14 +16,12 @@ from residual_mass.methods import (
     Pages,
     PerGroup,
     QuantisedScan,
-    Reranked,
     Rotated,
     Selector,
     TopK,
     WholeClusters,
 )
 from residual_mass.methods.interface import Layout
-from residual_mass.methods.selectors import restored
 
 L, D = 70, 6
 MID = (torch.arange(L) >= 3) & (torch.arange(L) < 66)
@@ -102,7 +100,7 @@ def test_the_tokens_of_the_highest_scores_are_read(selector: Selector, k: int) -
             assert float(threshold[row]) == pytest.approx(min(float(keys[i] @ query) for i in read))
 
 
-BY_BLOCKS = (QuantisedScan(4, block=16), Pages(8), Reranked(QuantisedScan(2, block=16), 5))
+BY_BLOCKS = (QuantisedScan(4, block=16), Pages(8), Rotated(QuantisedScan(2, block=16)))
 
 
 @pytest.mark.parametrize("selector", BY_BLOCKS, ids=str)
@@ -136,20 +134,6 @@ def joined(selector: Selector, keys: Tensor) -> tuple[Any, Any, Any]:
     return first, selector.update(first, keys, MID, 45), selector.prepare(keys[45:], MID[45:])
 
 
-@pytest.mark.parametrize("k", [0, 1, 6])
-def test_re_ranking_keeps_the_best_of_a_wider_scan_by_exact_scores(k: int) -> None:
-    queries, keys = problem(9)
-    scan, scores = QuantisedScan(3, block=16), queries @ keys.T
-    wider, _ = chosen(scan, queries, keys, k + 5)
-    sets, threshold = chosen(Reranked(scan, 5), queries, keys, k)
-    scanned = queries @ restored(scan.prepare(keys, MID), scan.block, keys.dtype).T
-    for row, candidates in enumerate(wider):
-        best = sorted(candidates, key=lambda i: -float(scores[row, i]))[:k]
-        assert sets[row] == set(best)
-        seen = [float(scores[row, i] if i in candidates else scanned[row, i]) for i in range(L) if MID[i]]
-        assert float(threshold[row]) == pytest.approx(min(float(scores[row, i]) for i in best) if k else max(seen))
-
-
 @pytest.mark.parametrize("heads", [1, 3, 4, 8])
 def test_a_group_reads_what_its_heads_attend_to_most_together(heads: int) -> None:
     """Rows of two arms, by head and then by token."""
@@ -177,7 +161,7 @@ def test_rotation_leaves_exact_scores_as_they_are(width: int) -> None:
 
 SELECTORS = [
     *dict.fromkeys(one.selector for one in METHODS if one.selector and not isinstance(one.selector, CacheOnly)),
-    Rotated(QuantisedScan(4)), QuantisedScan(8), Reranked(QuantisedScan(2), 16), PerGroup(QuantisedScan(2)),
+    Rotated(QuantisedScan(4)), QuantisedScan(8), PerGroup(QuantisedScan(2)),
     Pages(200), WholeClusters(200), QuantisedScan(4, block=200),  # one page for all
 ]  # fmt: skip
 

@@ -25,7 +25,7 @@ OURS = VariantSpec("ours", MapSpec(d_emb=20, d_phi=8, init="positive_random_feat
 SPEC = TrainSpec(
     name="study", backbone=TINY, length=str(LENGTH), variants=(OURS,), corpora=("text",), steps=12, learning_rate=3e-3,
     weight_decay=1e-4, schedule="cosine", warmup_steps=2, sequences_per_step=1, queries_per_step=5, query_window=0.5,
-    replay=ReplaySpec(pool=3, reuse=2), curriculum=None, anchors=AnchorSpec(4, 16), held_out=("text",),
+    replay=ReplaySpec(pool=3, reuse=2), anchors=AnchorSpec(4, 16), held_out=("text",),
     eval_budgets=(30.0, 50.0), eval_every=4, checkpoint_every=5, seed=0, recipe=1,
 )  # fmt: skip
 

@@ -21,14 +21,14 @@ import torch
 from tests.conftest import TINY, save_tiny, tiny_llama
 from tests.needs import BFLOAT16, needs
 from tests.records import give_manifest
-from tests.unit.training.conftest import LENGTH, OURS, SPEC, Make, corpus, parameters
+from tests.unit.training.conftest import OURS, SPEC, Make, corpus, parameters
 from torch import Tensor
 
 from residual_mass.core.selection import retrieved_count
 from residual_mass.files import read_csv
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.spec.sections import CurriculumSpec, ObjectiveSpec, ReplaySpec
+from residual_mass.spec.sections import ObjectiveSpec, ReplaySpec
 from residual_mass.spec.settings import MapSpec, to_json
 from residual_mass.spec.specs import TrainSpec, VariantSpec
 from residual_mass.training import trainer as trainer_module
@@ -77,12 +77,12 @@ def killed_at(trainer: Trainer, step: int) -> None:
     [
         {"replay": ReplaySpec(1, 1)},
         {"replay": ReplaySpec(3, 2)},
-        {"replay": ReplaySpec(2, 5), "curriculum": CurriculumSpec("64", 0.5)},
+        {"replay": ReplaySpec(2, 5)},
         {"sequences_per_step": 2, "replay": ReplaySpec(1, 3)},
         {"variants": (replace(OURS, objective=ObjectiveSpec(name="residual")),)},
         *({"replay": ReplaySpec(*pool), "checkpoint_every": 1, "eval_every": 12} for pool in ((1, 4), (3, 2), (2, 5))),
     ],
-    ids=["streamed", "replayed", "curriculum", "two sequences", "residual", *(f"every step {i}" for i in range(3))],
+    ids=["streamed", "replayed", "longer use", "two sequences", "residual", *(f"every step {i}" for i in range(3))],
 )
 def test_a_resumed_run_is_the_undisturbed_run_bit_for_bit(
     make: Make, files: Files, tmp_path: Path, changes: dict[str, Any]
@@ -328,13 +328,6 @@ def test_the_sequences_of_a_step_have_query_positions_of_their_own(make: Make, r
     assert replay.pool > 1 or len(set(sum(seen, []))) == 12, "nor those of a sequence of another step"
 
 
-@pytest.mark.parametrize("replay", [ReplaySpec(1, 1), ReplaySpec(1, 3)], ids=["streamed", "replayed"])
-def test_a_curriculum_begins_with_the_front_of_each_sequence(make: Make, replay: ReplaySpec) -> None:
-    seen = first_layers(make(curriculum=CurriculumSpec("64", 0.5), replay=replay).passes[0], 12)
-    assert [trace.keys.shape[1] for trace in seen] == [64] * 6 + [LENGTH] * 6
-    assert all(32 <= p < 64 for trace in seen[:6] for p in trace.positions.tolist())
-
-
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 TWO = replace(
@@ -459,12 +452,8 @@ def test_sequences_that_cannot_be_shared_out_are_refused(assets: Path, tmp_path:
     assert "phi.sequences_per_step (1) must be a multiple of the 2 processes" in done.stderr
 
 
-def test_specs_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+def test_each_variant_has_a_file(tmp_path: Path) -> None:
     give_manifest(tmp_path)
-
-    def refused(match: str, **changes: Any) -> None:
-        with pytest.raises(ValueError, match=match):
-            trainer_module.run(replace(SPEC, **changes), tmp_path, tmp_path / "c", [tmp_path / "o"], tmp_path / "l")
-
-    refused("phi.curriculum.length", curriculum=CurriculumSpec("128", 0.5))
-    refused("--out has 1 files", variants=(OURS, replace(OURS, label="b")))
+    spec = replace(SPEC, variants=(OURS, replace(OURS, label="b")))
+    with pytest.raises(ValueError, match="--out has 1 files"):
+        trainer_module.run(spec, tmp_path, tmp_path / "c", [tmp_path / "o"], tmp_path / "l")
