@@ -47,6 +47,11 @@ def frequencies_of(model: PreTrainedModel) -> Frequencies | None:
     return first._replace(grows=any(each.grows for each in found))
 
 
+def changes_with_length(module: nn.Module) -> bool:
+    """Returns whether a module holds frequencies that depend on the length of the text."""
+    return any(_changing(module))
+
+
 def _changing(module: nn.Module) -> Iterator[Frequencies]:
     """Yields the frequencies of a rotary embedding that depend on the length, by type of layer."""
     kinds = getattr(module, "rope_type", None)
@@ -83,7 +88,7 @@ def text_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> Iterator[Non
     """Makes the frequencies of each row of a batch those of a text of its own number of tokens, whatever texts were
     read before, within the context. A single position, shared by all rows, needs equal lengths.
     """
-    modules = [module for module in model.modules() if any(_changing(module))]
+    modules = [module for module in model.modules() if changes_with_length(module)]
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
         module.forward = _by_length(module.forward, lengths)
