@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import packing_of
 from residual_mass.model.hook import exact_attention
-from residual_mass.model.layers import attention_layers, device_of, sinks_of, text_config, window_of
+from residual_mass.model.identity import Identity, difference, identity_of
+from residual_mass.model.layers import attention_layers, device_of, sinks_of, text_config, unwrapped, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps, read_safetensors, write_safetensors
 from residual_mass.spec.settings import AnchorSpec
 
@@ -93,6 +95,10 @@ class PackedCache(Cache):
     Pass it as `past_key_values` to `model.generate` within `partial_kv` or with `partial_decoding`. It can be used for
     several turns, and `save` and `load` store its state on disk. `copy.deepcopy` makes a cache that goes on by itself.
     Layers with a window keep the last tokens as transformers' own cache does.
+
+    Attributes:
+        identity: of the model, for a caller who makes many caches of a model that stays as it is; if it is None, every
+            `save` and `load` computes it from the weights.
     """
 
     def __init__(self, model: PreTrainedModel, method: str | Method) -> None:
@@ -111,6 +117,8 @@ class PackedCache(Cache):
         self.packing = packing_of(method)
         self.library = load()
         self.shape = HeadShape.of(text_config(model))
+        self.identity: Identity | None = None
+        self._model = weakref.ref(unwrapped(model))
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raises ValueError: a model that is called by itself would attend to its new tokens alone."""
@@ -138,10 +146,11 @@ class PackedCache(Cache):
         return packed + sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
 
     def save(self, path: str | Path) -> None:
-        """Writes the state to a safetensors file, which `load` reads.
+        """Writes the state to a safetensors file, which `load` reads, with the identity of the model as it is now.
 
         Raises:
-            ValueError: the cache is empty, or the model has recurrent states, which are not saved.
+            ValueError: the cache is empty, the model has recurrent states, which are not saved, or nothing holds the
+                model any more.
         """
         tensors: dict[str, Tensor] = {}
         sizes = []
@@ -153,7 +162,7 @@ class PackedCache(Cache):
             own, numbers = layer.packed.state() if isinstance(layer, PackedLayer) else window_state(layer)
             tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
             sizes.append(numbers | {"tokens": layer.get_seq_length()})
-        header = json.dumps({"layout": LAYOUT, "packing": vars(self.packing), "sizes": sizes})
+        header = json.dumps({"layout": LAYOUT, "of": self._facts(), "sizes": sizes})
         write_safetensors(Path(path), tensors, {STATE: header})
 
     def load(self, path: str | Path) -> PackedCache:
@@ -161,7 +170,8 @@ class PackedCache(Cache):
         from it as it would have gone on there.
 
         Raises:
-            ValueError: the file is missing, damaged, or holds something else; the cache is as it was.
+            ValueError: the file is missing, damaged, or holds something else, such as the state of a model with another
+                configuration, other weights or another dtype; the cache is as it was.
         """
         header, tensors = read_safetensors(Path(path))
         if STATE not in header:
@@ -182,17 +192,29 @@ class PackedCache(Cache):
                 restore_window(layer, own, columns)
         return self
 
+    def _facts(self) -> Identity:
+        """Returns what a state has to agree with: the format of the cache, and the identity of the model."""
+        identity = self.identity
+        if identity is None:
+            model = self._model()
+            if model is None:
+                raise ValueError("its model is no longer in memory: keep the model until the state is saved or loaded")
+            identity = identity_of(model)
+        packing = {f"{name} of the cache": str(value) for name, value in vars(self.packing).items()}
+        return packing | identity
+
     def _restored(self, stored: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], int]:
         """Returns the state of each layer and the number of columns, from a file's header and tensors.
 
         Raises:
             ValueError and others: they are not what `save` writes.
         """
-        layout, packing, sizes = (stored.get(name) for name in ("layout", "packing", "sizes"))
+        layout, facts, sizes = (stored.get(name) for name in ("layout", "of", "sizes"))
         if layout != LAYOUT:
             raise ValueError(f"it has layout {layout}, and this version of the package reads layout {LAYOUT}")
-        if packing != vars(self.packing) or len(sizes) != len(self.layers):
-            raise ValueError("it is the state of another model or method")
+        differing = difference(facts, self._facts())
+        if differing is not None or len(sizes) != len(self.layers):
+            raise ValueError(f"it is the state of another model or method: {differing or 'its layers are others'}")
         by_layer: list[dict[str, Tensor]] = [{} for _ in sizes]
         for name, tensor in tensors.items():
             index, _, own = name.partition(".")

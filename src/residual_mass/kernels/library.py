@@ -22,8 +22,8 @@ TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
 INTERFACE = 4
 """Result of `interface` of a library that was built from these sources."""
-LAYOUT = 3
-"""Number of the layout of buffers, which saved states of packed caches have."""
+LAYOUT = 4
+"""Number of the layout of buffers and of what is told of them, which saved states of packed caches have."""
 WIDTHS = (32, 64, 80, 96, 112, 128, 192, 256)
 """Supported head dimensions."""
 SIZE_FIELDS = ("batch", "heads", "width", "bits", "blocks", "room", "segments")

@@ -14,6 +14,7 @@ from residual_mass.files import sha256_text
 from residual_mass.measure.arguments import EMBEDDED, Arguments
 from residual_mass.measure.documents import require_assets
 from residual_mass.measure.names import printable, require_utf8, title_of
+from residual_mass.model.identity import digest_of, files_digest, identity_of
 from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone, load_backbone, load_config
 from residual_mass.model.packed_weights import pack_weights
@@ -25,34 +26,41 @@ STUDY = "measure"
 
 
 def load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
-    """Loads a model as it is.
+    """Loads a model as it is. Its identity is of its files and of what they became in memory.
 
     Raises:
         ValueError: it cannot be loaded, or needs more of earlier tokens than keys and values.
     """
+    return _identified(_load(spec, args, device))
+
+
+def _load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
     loaded = load_backbone(spec, args.assets, device)
     require_attention_alone(loaded.model)
     return loaded
 
 
+def _identified(loaded: Backbone) -> Backbone:
+    """Adds what the model is in memory: configuration, dtypes and packing of weights, and versions."""
+    in_memory = digest_of(identity_of(loaded.model))
+    return replace(loaded, identity=sha256_text(f"{loaded.identity}\n{in_memory}"))
+
+
 def load_packed(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
-    """Loads a model with weights of `--weights` bits; as it is without that flag. How weights are packed is part of its
-    identity.
+    """Loads a model with weights of `--weights` bits; as it is without that flag.
 
     Raises:
         ValueError: as for `load`; weights are packed for CPUs alone, or this model's cannot be packed.
     """
     if args.weights is not None and device.type != "cpu":
         raise ValueError(f"--weights {args.weights}: weights are packed for CPUs; leave it out, or add --device cpu")
-    loaded = load(spec, args, device)
-    if args.weights is None:
-        return loaded
-    try:
-        pack_weights(loaded.model, bits=args.weights)
-    except ValueError as error:
-        raise ValueError(f"--weights {args.weights}: {error}") from None
-    how = f"{loaded.model.packed_weights}; all others {loaded.model.dtype}"
-    return replace(loaded, identity=sha256_text(f"{loaded.identity}\n{how}"))
+    loaded = _load(spec, args, device)
+    if args.weights is not None:
+        try:
+            pack_weights(loaded.model, bits=args.weights)
+        except ValueError as error:
+            raise ValueError(f"--weights {args.weights}: {error}") from None
+    return _identified(loaded)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -109,7 +117,7 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
 
 
 def _state(name: str) -> str:
-    """Returns a hash that identifies the weights in a folder: of names, sizes and times of its files."""
+    """Returns a hash of the content of a model's folder."""
     folder = Path(name)
     what = printable(name)
     if not (folder / "config.json").is_file():
@@ -119,14 +127,10 @@ def _state(name: str) -> str:
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{what}: no *.safetensors in it; save the model again with save_pretrained")
-    facts = []
     try:
-        for file in sorted(folder.iterdir()):
-            status = file.stat()
-            facts.append((file.name, status.st_size, status.st_mtime_ns))
+        return files_digest(folder)[:12]
     except OSError as error:
         raise ValueError(f"{printable(str(error.filename))}: {error.strerror}; fetch the model again") from None
-    return sha256_text(repr(facts))[:12]
 
 
 def _commit(model: str) -> str:

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 from residual_mass.files import sha256_of, sha256_text
+from residual_mass.model.identity import listed_digest
 from residual_mass.model.layers import device_of, text_config
 from residual_mass.model.phi_maps import HeadShape, open_safetensors
 from residual_mass.spec.paths import MANIFEST
@@ -69,7 +70,7 @@ class Backbone:
     """A frozen model with its tokenizer.
 
     Attributes:
-        identity: hash of everything about the model that can change its outputs (id, revision, dtype, weights).
+        identity: hash of everything about the model that can change its outputs (id, revision, dtype, files).
     """
 
     spec: BackboneSpec
@@ -292,16 +293,23 @@ def _cause(error: Exception) -> tuple[str, str]:
 
 
 def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
-    """Computes `Backbone.identity` without loading the model; raises ValueError if weights are missing or damaged."""
+    """Computes `Backbone.identity` without loading the model; raises ValueError if weights are missing or damaged.
+
+    A revision of the hub stands for all files; in the assets, the user may have written some.
+    """
     weights = {"random": "random seed 0", "hub": spec.revision}.get(spec.source)
-    if weights is None:
+    small = ""
+    if spec.source != "hub":
         where, _ = _location(spec.model_id, spec.revision, spec.source, assets)
+        files = [Path(where) / name for name in SMALL_FILES]
+        small = listed_digest(file for file in files if file.is_file())
+    if weights is None:
         file = Path(where) / "model.safetensors"
         with open_safetensors(file):  # reports a damaged file in one line; transformers' own error fills a page
             weights = sha256_of(file)
         if listed_in(assets / MANIFEST).get(file.relative_to(assets).as_posix(), weights) != weights:
             raise ValueError(f"{file}: not the file that {assets / MANIFEST} lists (sha256); {MAKE} again")
-    return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights)))
+    return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights, small)))
 
 
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:

@@ -86,7 +86,12 @@ def frequencies_of(model: PreTrainedModel) -> Frequencies:
 
 def changing_rotations(model: PreTrainedModel) -> list[nn.Module]:
     """Returns the rotary embeddings of a model whose frequencies depend on the length of the text."""
-    return [module for module in model.modules() if any(_changing(module))]
+    return [module for module in model.modules() if changes_with_length(module)]
+
+
+def changes_with_length(module: nn.Module) -> bool:
+    """Returns whether a module holds frequencies that depend on the length of the text."""
+    return any(_changing(module))
 
 
 def _changing(module: nn.Module) -> Iterator[tuple[str, int]]:

@@ -25,6 +25,7 @@ from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm
 from residual_mass.files import read_json
 from residual_mass.methods.arms import Arm
+from residual_mass.model.identity import digest_of, identity_of
 from residual_mass.model.layers import text_config
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.serve.kept import Kept
@@ -66,7 +67,6 @@ class ServeSettings:
         compile: whether a step is compiled, before the first answer.
         memory: MiB of kept caches.
         keep: folder of caches that leave the memory.
-        identity: hash of what decides the content of a cache besides the text.
     """
 
     model: str
@@ -76,7 +76,6 @@ class ServeSettings:
     compile: bool
     memory: int
     keep: str | None
-    identity: str
 
 
 def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
@@ -91,12 +90,18 @@ def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
         raise ValueError(f"{settings.model}: cannot be served with {settings.method}: {reason}")
     if settings.weights is not None:
         pack_weights(model, bits=settings.weights)
-    folder = None if settings.keep is None else Path(settings.keep) / settings.identity
+    identity = folder = None
+    if settings.keep is not None:
+        identity = identity_of(model)
+        decoding = {"method": settings.method, "budget": str(settings.budget)}
+        folder = Path(settings.keep) / digest_of(identity | decoding)[:16]
     # A packed cache lacks what a model with recurrent states keeps besides.
     limit = settings.memory * 2**20 if loop_refusal(model) is None else 0
 
     def make() -> PackedCache:
-        return PackedCache(model_of(), arm.rule)
+        cache = PackedCache(model_of(), arm.rule)
+        cache.identity = identity
+        return cache
 
     model_of = weakref.ref(model)
     answers = Answers(settings, arm, Kept(make, limit, folder if limit else None))

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from residual_mass.files import read_json, sha256_text, write_json, write_text
+from residual_mass.files import read_json, write_json, write_text
 from residual_mass.measure.arguments import EMBEDDED, assets_folder
 from residual_mass.measure.names import printable, require_utf8, title_of
 from residual_mass.methods import method_named
@@ -190,7 +190,7 @@ def write_folder(source: Path, name: str, options: argparse.Namespace, budget: f
         elif file.is_file():
             (folder / file.name).symlink_to(file.resolve())
     write_text(folder / "custom_generate" / "generate.py", GENERATE_FILE)
-    write_json(folder / SETTINGS, settings_fields(source, weights, options, budget))
+    write_json(folder / SETTINGS, settings_fields(source, options, budget))
     return folder
 
 
@@ -202,16 +202,8 @@ def clear_folder(folder: Path, settings: Path) -> None:
     settings.parent.mkdir(parents=True)
 
 
-def settings_fields(source: Path, weights: list[Path], options: argparse.Namespace, budget: float) -> dict[str, Any]:
+def settings_fields(source: Path, options: argparse.Namespace, budget: float) -> dict[str, Any]:
     """Returns the fields of `answers.ServeSettings`."""
-    decoding = {"method": options.method, "budget": budget, "weights": options.weights}
-    files = []
-    for path in weights:
-        status = path.stat()
-        files.append((path.name, status.st_size, status.st_mtime_ns))
-    identity = sha256_text(repr((files, sorted(decoding.items()))))
     keep = None if options.keep is None else str(options.keep.resolve())
-    fields: dict[str, Any] = {"model": str(source), **decoding}
-    fields |= {"compile": options.compile, "memory": options.memory}
-    fields |= {"keep": keep, "identity": identity[:16]}
-    return fields
+    fields = {"model": str(source), "method": options.method, "budget": budget, "weights": options.weights}
+    return fields | {"compile": options.compile, "memory": options.memory, "keep": keep}

@@ -75,7 +75,7 @@ def stage(benchmark_assets: Path, manifest: Path, phi: Path, tmp_path: Path, mon
 
 @pytest.fixture
 def no_model(benchmark_assets: Path, tmp_path: Path) -> Path:
-    """An assets folder with the model's weights, which have their identity, and a configuration that names no model."""
+    """An assets folder with a configuration that names no model."""
     assets = tmp_path / "assets"
     shutil.copytree(benchmark_assets, assets)
     (config,) = assets.glob("models/*/config.json")
@@ -152,15 +152,23 @@ def test_what_a_key_stands_for_is_not_read_from_the_store(
         {"chat_template": True},
     ],
 )  # fmt: skip
-def test_what_determines_a_row_is_in_its_key(
-    spec: GenerateSpec, begun: Stage, change: dict[str, Any], no_model: Path
-) -> None:
-    """A stored row is given without a model, and another one needs it."""
-    begun.assets = no_model
+def test_what_determines_a_row_is_in_its_key(spec: GenerateSpec, begun: Stage, change: dict[str, Any]) -> None:
     spec = replace(spec, tasks=("ruler_vt",), examples=1, arms=(ArmSpec("topk", 3.0),))
-    assert len(begun(spec)) == 1
-    with refused("tiny-llama: cannot be loaded"):
-        begun(replace(spec, **change))
+    assert len(begun(spec)) == 1 and begun.decoded == []
+    assert len(begun(replace(spec, **change))) == 1 and begun.decoded == [1]
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_the_files_of_a_model_are_in_its_keys(spec: GenerateSpec, begun: Stage, name: str, tmp_path: Path) -> None:
+    spec = replace(spec, tasks=("ruler_vt",), examples=1, arms=(ArmSpec("topk", 3.0),))
+    begun.assets = Path(shutil.copytree(begun.assets, tmp_path / "assets"))
+    begun(spec)
+    assert begun.decoded == []
+    (path,) = begun.assets.glob(f"models/*/{name}")
+    content = json.loads(path.read_text()) | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    path.write_text(json.dumps(content))
+    begun(spec)
+    assert begun.decoded == [1]
 
 
 def test_maps_are_told_apart_by_their_content(spec: GenerateSpec, begun: Stage, finished: Path, tmp_path: Path) -> None:

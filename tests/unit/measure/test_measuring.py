@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.needs import KERNELS, needs
 from tests.small_hub import Repository, SmallHub, become, serving
@@ -38,7 +40,7 @@ from residual_mass.measure.arguments import Arguments, add_arguments
 from residual_mass.measure.choice import fewest_bytes
 from residual_mass.measure.distances import Measured, measure
 from residual_mass.measure.documents import read_texts, windows
-from residual_mass.measure.models import find_model
+from residual_mass.measure.models import find_model, load
 from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.model.loading import backbone_identity, load_backbone, wrap_model
 from residual_mass.model.phi_maps import PhiMaps
@@ -417,10 +419,57 @@ def test_rows_that_torch_decoded_are_not_taken_for_packed_ones(tmp_path: Path) -
     )  # fmt: skip
     documents = [*force.following(spec, "files", found.texts[0].sequences, spec.rows_of_answer)]
     rest = "identity", lambda: pytest.fail("no row is missing"), {}, asked.out / "store.jsonl", tmp_path / "again"
-    identity = backbone_identity(spec.backbone, asked.assets)
+    identity = load(spec.backbone, asked, torch.device("cpu")).identity
     assert force.write_forced(spec, documents, identity, *rest[1:])["rows_computed"] == 0
     with pytest.raises(pytest.fail.Exception, match="no row is missing"):
         force.write_forced(spec, documents, identity, *rest[1:], packed=("topk",))
+
+
+def rescaled(asked: Arguments, patch: pytest.MonkeyPatch) -> None:
+    """Other weights in a file of the same size and time."""
+    path = Path(asked.model, "model.safetensors")
+    status = path.stat()
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 2
+    save_file(tensors, path, {"format": "pt"})
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+
+
+def reconfigured(asked: Arguments, patch: pytest.MonkeyPatch) -> None:
+    path = Path(asked.model, "config.json")
+    path.write_text(json.dumps(read_json(path) | {"rms_norm_eps": 0.1}))
+
+
+def updated(asked: Arguments, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("transformers.__version__", "9.0")
+
+
+def touched(asked: Arguments, patch: pytest.MonkeyPatch) -> None:
+    for path in Path(asked.model).iterdir():
+        os.utime(path, (1, 1))
+    Path(asked.model, "README.md").write_text("words")
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"), [(touched, 6), (rescaled, 12), (reconfigured, 12), (updated, 12)], ids=lambda each: str(each)
+)
+def test_rows_are_of_the_model_that_is_measured(
+    change: Callable[[Arguments, pytest.MonkeyPatch], None],
+    rows: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the content of its files, and by the version that made a model of them."""
+    asked = on_a_text(tiny_llama(layers=1), tmp_path, *"--length 64 --budgets 25 --methods topk".split())
+    before = measure(asked).table
+    store = asked.out / "store.jsonl"
+    assert len(store.read_text().splitlines()) == 6
+    change(asked, monkeypatch)
+    after = measure(asked).table
+    assert len(store.read_text().splitlines()) == rows
+    same = change in (touched, updated)
+    assert (before["kl"].tolist() == after["kl"].tolist()) == same
 
 
 @pytest.mark.parametrize("length", ["1", "2", "20"])

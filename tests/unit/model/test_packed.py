@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import pickle
@@ -22,7 +23,7 @@ from tests.unit.model.families import FAMILIES
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
+from residual_mass import PackedCache, pack_weights, partial_decoding, partial_generate, partial_kv
 from residual_mass.kernels import library
 from residual_mass.methods import Method, QuantisedScan, ScanRegression
 
@@ -497,6 +498,7 @@ REFUSED_STATES: list[tuple[str, Callable[[dict[str, Tensor], dict[str, object]],
         header["sizes"][1].update(heads=2000000))),
     ("deviations has numbers that are not finite", lambda tensors, header: tensors["0.deviations"].fill_(math.nan)),
     ("it has layout 1, and", lambda tensors, header: header.update(layout=1)),
+    ("it has layout 3, and", lambda tensors, header: header.update(layout=3)),
     ("it has layout None, and", lambda tensors, header: header.pop("layout")),
     ("(layer [01] holds another|its layers hold different) numbers? of tokens", lambda tensors, header:
         header["sizes"][1].update(tokens=300)),
@@ -529,6 +531,60 @@ def test_what_is_no_state_of_a_cache_is_refused_in_one_line(
     assert cache.get_seq_length() == 151, "as it was"
 
 
+def with_rope(model: LlamaForCausalLM, **rope: object) -> LlamaForCausalLM:
+    """A model with these weights, and another configuration."""
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = config.rope_parameters | rope
+    other = LlamaForCausalLM(config).to(model.dtype).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def tuned(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    other = copy.deepcopy(model)
+    other.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    return other
+
+
+OTHERS: list[tuple[str, Callable[[LlamaForCausalLM], LlamaForCausalLM]]] = [
+    ("rope_theta was 10000.0 and is 500.0 here", lambda model: with_rope(model, rope_theta=500.0)),
+    ('rope_type was "default" and is "linear" here', lambda model: with_rope(model, rope_type="linear", factor=4.0)),
+    ("its weights have other numbers", tuned),
+    ("dtype was float64 and is float32 here", lambda model: copy.deepcopy(model).float()),
+    ("packed weights was none and is 22 linear", lambda model: pack_weights(copy.deepcopy(model), bits=8)),
+]
+
+
+@built
+@pytest.mark.parametrize(("words", "change"), OTHERS)
+def test_the_state_of_another_model_is_refused(
+    model: LlamaForCausalLM, words: str, change: Callable[[LlamaForCausalLM], LlamaForCausalLM], tmp_path: Path
+) -> None:
+    """Heads and layers are the same, and so it would generate other text."""
+    path, method = tmp_path / "state.safetensors", "scan4_regression_64"
+    cache = PackedCache(model, method)
+    within(model, cache, prompt(150), method=method)
+    cache.save(path)
+    assert PackedCache(copy.deepcopy(model), method).load(path).get_seq_length() == 150
+    other = change(model)
+    with pytest.raises(ValueError, match="read the prompt again") as error:
+        PackedCache(other, method).load(path)
+    said = str(error.value)
+    assert words in said and "\n" not in said and said.startswith(f"{path}: cannot be loaded")
+
+
+@built
+def test_a_state_cannot_be_told_from_others_without_its_model(tmp_path: Path) -> None:
+    """A cache does not keep a model in memory."""
+    model = wide_model_of(layers=1)
+    cache = PackedCache(model, "cache8")
+    within(model, cache, prompt(30), method="cache8")
+    del model
+    gc.collect()
+    with pytest.raises(ValueError, match="its model is no longer in memory"):
+        cache.save(tmp_path / "state.safetensors")
+
+
 def test_latent_attention_is_left_to_torch() -> None:
     """Its caches hold no keys, whatever their width; here it is one that the kernels serve."""
     family = next(family for family in FAMILIES if family.name == "DeepSeek V3")
@@ -555,9 +611,9 @@ REFUSED: list[tuple[str, Callable[[LlamaForCausalLM, PackedCache], object]]] = [
 
 def within(
     model: LlamaForCausalLM, cache: PackedCache | None, *turns: Tensor, fold: int | None = None,
-    mask: Tensor | None = None, session: PackedCache | None = None,
+    mask: Tensor | None = None, session: PackedCache | None = None, method: str = "scan4",
 ) -> None:  # fmt: skip
-    with torch.no_grad(), partial_kv(model, "scan4", 0.1, fold=fold, cache=session or cache):
+    with torch.no_grad(), partial_kv(model, method, 0.1, fold=fold, cache=session or cache):
         for ids in turns:
             model(ids, past_key_values=cache, attention_mask=mask)
 

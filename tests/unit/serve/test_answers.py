@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.needs import KERNELS, needs
 from tests.unit.serve.conftest import flags
 from torch import Tensor
@@ -158,6 +163,70 @@ def test_weights_are_packed_at_the_first_request(printable: Path, tmp_path: Path
     own: Answers = answers_of(packed)
     assert own.settings.weights == 8 and "8 bits" in packed.packed_weights
     assert answers_of(packed) is own
+
+
+def edited(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def tuned(folder: Path) -> None:
+    """Other weights in a file of the same size and time."""
+    path = folder / "model.safetensors"
+    status = path.stat()
+    tensors = load_file(path)
+    tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.5
+    save_file(tensors, path, {"format": "pt"})
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size and path.stat().st_mtime_ns == status.st_mtime_ns
+
+
+def touched(folder: Path) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+
+
+ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
+CHANGES: list[tuple[bool, Callable[[Path], None], list[str]]] = [
+    (True, lambda folder: None, []),
+    (True, touched, []),
+    (False, lambda folder: edited(folder, rope_parameters=ROPE), []),
+    (False, lambda folder: edited(folder, rope_parameters={"rope_type": "default", "rope_theta": 500.0}), []),
+    (False, lambda folder: edited(folder, rms_norm_eps=0.1), []),
+    (False, tuned, []),
+    (False, lambda folder: None, ["--weights", "8"]),
+    (False, lambda folder: None, ["--budget", "30"]),
+    (False, lambda folder: None, ["--method", "scan4"]),
+]
+
+
+@pytest.mark.parametrize(("same", "change", "more"), CHANGES)
+def test_kept_files_are_of_the_model_that_is_served(
+    same: bool, change: Callable[[Path], None], more: list[str], printable: Path, tmp_path: Path
+) -> None:
+    """After any change an answer is that of a server without kept files."""
+
+    def started(*words: str) -> Any:
+        options = flags(tmp_path / "served", str(source), *words)
+        folder = write_folder(source, "tiny", options, float(options.budget) / 100)
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+
+    def answered(model: Any, ids: Tensor) -> Tensor:
+        return answers_of(model).generate(model, ids, generation_config=settings(20))
+
+    source = Path(shutil.copytree(printable, tmp_path / "source"))
+    keep = ["--keep", str(tmp_path / "kept")]
+    first = started(*keep)
+    ids = torch.cat((answered(first, prompt(150)), prompt(20, 1)), 1)
+    answers_of(first).kept.save()
+    held = list((tmp_path / "kept").rglob("*.safetensors"))
+    assert len(held) == 1
+    change(source)
+    again = started(*keep, *more)
+    found = answers_of(again).kept.take(ids[0]).get_seq_length()
+    assert found == (169 if same else 0)
+    if not same:
+        assert torch.equal(answered(again, ids), answered(started(*more), ids))
 
 
 def test_a_method_without_kernels_here_is_refused_at_once(

@@ -126,3 +126,14 @@ def test_a_damaged_file_is_not_used(model: LlamaForCausalLM, tmp_path: Path, cap
     with caplog.at_level(logging.WARNING):
         assert kept.take(torch.cat((first, text(1, 3)))).get_seq_length() == 0
     assert file.name in caplog.text
+
+
+def test_a_file_of_another_model_is_not_used(
+    model: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = kept_for(model, limit=0, folder=tmp_path)
+    first = put(kept, model, text(0, 100))
+    model.model.layers[0].mlp.up_proj.weight.data += 0.01
+    with caplog.at_level(logging.WARNING):
+        assert kept_for(model, folder=tmp_path).take(torch.cat((first, text(1, 3)))).get_seq_length() == 0
+    assert "its weights have other numbers" in caplog.text
