@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +28,7 @@ from residual_mass.model.hook import Prefill, attention_hook, prefill
 from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
-from residual_mass.model.rotary import frequencies_of, require_read_once, text_lengths
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
@@ -135,7 +134,7 @@ class SharedPrefillEngine:
             saturated: stops an arm once its score is determined; without it, arms run to a limit or an end token.
 
         Raises:
-            ValueError: the model's rotary frequencies change within a prompt's text.
+            ValueError: the model's rotary frequencies change within the prompts' texts, or differ between them.
             NotFiniteError: the model or the maps return a NaN or an infinity.
         """
         model = self.backbone.model
@@ -143,8 +142,7 @@ class SharedPrefillEngine:
         if isinstance(max_new_tokens, int):
             max_new_tokens = [max_new_tokens] * len(prompts)
         limits = list(max_new_tokens)
-        for prompt, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-            require_read_once(model, length, length + limit - 1, f"prompt {prompt}")
+        self.require_constant_frequencies(prompts, limits)
         started = time.monotonic()
         layers, first = self.read(prompts)
         read_seconds = time.monotonic() - started
@@ -160,6 +158,10 @@ class SharedPrefillEngine:
         self.work.decode_seconds += time.monotonic() - started
         return [self._generations(batch, e, length) for e, length in enumerate(lengths)]
 
+    def require_constant_frequencies(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
+        """Raises ValueError if rotary frequencies change within the texts of a batch, or differ between them."""
+        self.frequencies.require_growing([len(ids) for ids in prompts], [limit - 1 for limit in limits])
+
     def _generations(self, batch: RowBatch, e: int, length: int) -> list[Generation]:
         """Returns the output of every arm for an example with a prompt of `length` tokens."""
         generations = []
@@ -168,18 +170,15 @@ class SharedPrefillEngine:
             generations.append(Generation(tokens, k, finish))
         return generations
 
-    def read(self, prompts: Sequence[list[int]], length: int | None = None) -> tuple[list[PrefixLayer], list[int]]:
+    def read(self, prompts: Sequence[list[int]]) -> tuple[list[PrefixLayer], list[int]]:
         """Prefills prompts one by one; returns each layer's prefix, padded on the right, and the next tokens.
-
-        Args:
-            length: as in `prefill`.
 
         Raises:
             NotFiniteError: the model returns a NaN or an infinity.
         """
         states = []
         for prompt, ids in enumerate(prompts):
-            state = prefill(self.backbone.model, [ids], length)
+            state = prefill(self.backbone.model, [ids])
             if not state.finite:  # a key or value that is not finite nearly always shows in the logits
                 raise self._prefill_not_finite(prompt, state)
             states.append(state)
@@ -288,17 +287,18 @@ class SharedPrefillEngine:
                 steps += 1
         decoder.require_read(steps)
 
-    def forward(self, tokens: list[list[int]], first: list[int], length: int | None = None) -> Tensor:
-        """Computes logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N], in
-        texts that end with them or, with `length`, have this number of tokens.
+    def forward(self, tokens: list[list[int]], first: list[int]) -> Tensor:
+        """Computes logits [N, T, V] after new tokens [N, T], the first of which have the positions `first` [N].
+
+        Raises:
+            ValueError: the model's rotary frequencies change at these tokens, or differ between rows.
         """
         ids = torch.tensor(tokens, device=self.backbone.device)
         num_tokens = ids.shape[1]
-        lengths = [length or start + num_tokens for start in first]
         starts = torch.tensor(first, device=ids.device).unsqueeze(1)
         positions = starts + torch.arange(num_tokens, device=ids.device)  # [N, T]
-        with nullcontext() if self.frequencies is None else text_lengths(self.backbone.model, lengths):
-            return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
+        self.frequencies.require_call(positions)
+        return self.backbone.model(ids, position_ids=positions, use_cache=False).logits
 
     def not_finite(self, prompt: int, of: str, arm: ArmSpec, place: str = "") -> NotFiniteError:
         """Builds the error for logits under an arm that are not finite."""

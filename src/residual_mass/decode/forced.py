@@ -16,7 +16,6 @@ from residual_mass.decode.prefix import PrefixLayer
 from residual_mass.decode.terms import retrieved_by
 from residual_mass.model.finite import end_tokens
 from residual_mass.model.hook import Handler, attention_hook
-from residual_mass.model.rotary import require_read_once
 from residual_mass.spec.arms import ArmSpec
 
 TOKENS_OF_A_PASS = 512
@@ -32,8 +31,6 @@ class ForcedDecoder:
         engine: holds the backbone, the arms and their maps.
         tokens: the prefix, which is read exactly.
         layers: of the prefix, if it was read already.
-        text_length: tokens of the whole text, as it was read; None for a text that ends with each continuation. It
-            matters for models whose rotary frequencies depend on it: the prefix is read again where they change.
 
     Raises:
         NotFiniteError: the prefill, or a summary of it, is not finite.
@@ -45,25 +42,14 @@ class ForcedDecoder:
         engine: SharedPrefillEngine,
         tokens: Sequence[int],
         layers: Sequence[PrefixLayer] | None = None,
-        text_length: int | None = None,
     ) -> None:
         self.engine = engine
         self.tokens = list(tokens)
         self.length = len(tokens)
-        self.text_length = text_length
-        self.read_at = text_length or self.length
         if layers is None:
-            layers, _ = engine.read([self.tokens], self.read_at)
+            layers, _ = engine.read([self.tokens])
         self.prefix = layers
         self.summaries = engine.summaries(self.prefix)
-
-    def _read_as_of(self, length: int) -> None:
-        """Reads the prefix again if the model's frequencies are others in a text of `length` tokens."""
-        frequencies = self.engine.frequencies
-        if frequencies is not None and not frequencies.same(self.read_at, length):
-            self.prefix, _ = self.engine.read([self.tokens], length)
-            self.read_at = length
-            self.summaries = self.engine.summaries(self.prefix)
 
     def k(self, arm: ArmSpec) -> int:
         """Returns the number of mid-region tokens that an arm retrieves per query head and step."""
@@ -72,7 +58,6 @@ class ForcedDecoder:
     @torch.no_grad()
     def full(self, tokens: Sequence[int]) -> tuple[Tensor, Layers]:
         """Returns logits [T, V] of full attention after each token, and the tokens' keys and values under it."""
-        self._read_as_of(self._text_length(tokens))
         decoder = self._decoder([ArmSpec("full")], len(tokens))
         (full,) = decoder.parts
         full.masked = True
@@ -96,7 +81,6 @@ class ForcedDecoder:
             NotFiniteError: a logit is not finite; names the arm and the layer.
             RuntimeError: an attention layer bypassed the hook.
         """
-        self._read_as_of(self._text_length(tokens))
         size = max(1, TOKENS_OF_A_PASS // len(tokens))
         for start in range(0, len(arms), size):
             chunk = arms[start : start + size]
@@ -112,8 +96,7 @@ class ForcedDecoder:
             ValueError: the model's rotary frequencies change within the text.
         """
         model = self.engine.backbone.model
-        require_read_once(model, self.length + 1, self.length + limit)
-        self._read_as_of(self.length + 1)
+        self.engine.frequencies.require_growing([self.length], [limit])
         batch = RowBatch([first], [limit + 1], 1, end_tokens(model), None)
         decoder = self._decoder([ArmSpec("full")], limit)
         self.engine.decode(decoder, batch, [self.length])
@@ -156,10 +139,6 @@ class ForcedDecoder:
 
     def _forward(self, handler: Handler, num_arms: int, tokens: Sequence[int]) -> Tensor:
         with attention_hook(self.engine.backbone.model, handler, hybrid=True):
-            length = self._text_length(tokens)
             rows = [list(tokens)] * num_arms
             first = [self.length] * num_arms
-            return self.engine.forward(rows, first, length)
-
-    def _text_length(self, tokens: Sequence[int]) -> int:
-        return self.text_length or self.length + len(tokens)
+            return self.engine.forward(rows, first)

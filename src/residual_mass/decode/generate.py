@@ -33,7 +33,7 @@ from residual_mass.methods import Method, method_named
 from residual_mass.model.finite import end_tokens
 from residual_mass.model.layers import attention_layers, device_of
 from residual_mass.model.phi_maps import PhiMaps
-from residual_mass.model.rotary import Frequencies, frequencies_of
+from residual_mass.model.rotary import require_constant_frequencies
 from residual_mass.spec.settings import AnchorSpec
 
 MOST_DRAFTS = BLOCK - 1
@@ -162,8 +162,7 @@ def partial_decoding(
         require_plain_mode(config, rule)
         cache = options.get("past_key_values")
         refusal = loop_refusal(model) or input_refusal(input_ids, config, options)
-        if refusal is None and verify is None and frequencies_of(model) is not None:
-            refusal = f"{type(model).__name__}'s rotary frequencies depend on the length of the text"
+        require_constant_frequencies(model, input_ids, options.get("attention_mask"), config.max_length)
         if verify is not None:
             require_one_plain_prompt(input_ids, options, refusal)
         if cache is not None and cache.get_seq_length() >= input_ids.shape[1] > 0 and refusal is None:
@@ -176,7 +175,7 @@ def partial_decoding(
         if refusal is not None:
             if compile is True:
                 raise ValueError(f"compile=True is for our own loop, and {refusal}; leave compile out")
-            if PackedBackend.refusal(model, arm) is None and takes_packed(model, input_ids, config, options):
+            if PackedBackend.refusal(model, arm) is None and takes_packed(options):
                 options["past_key_values"] = PackedCache(model, rule)
             with warnings.catch_warnings(), partial_kv(model, rule, budget, phi, num_sink, num_tail):
                 warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
@@ -193,7 +192,6 @@ def partial_decoding(
             streamer,
             verify,
             [] if passes is None else passes,
-            frequencies_of(model),
         ).run(input_ids)
 
     return decode
@@ -206,8 +204,6 @@ class Decoding:
     Attributes:
         verify: number of drafts of a pass; None generates by the method alone.
         passes: list to which the record of each pass is appended.
-        frequencies: of the model, if they depend on the length of the text. A pass reads tokens at once whose
-            frequencies full attention has one by one, so no draft goes to where they change.
         unfinished: [B] bool, rows that have met no stopping criterion.
     """
 
@@ -218,7 +214,6 @@ class Decoding:
     streamer: BaseStreamer | None
     verify: int | None
     passes: list[Pass]
-    frequencies: Frequencies | None = None
     scores: tuple[Tensor, ...] = ()
     logits: tuple[Tensor, ...] = ()
     unfinished: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -231,8 +226,6 @@ class Decoding:
             if self.verify is None:
                 logits = self.text.step(ids[:, -1:])
                 ids, _ = self._extended(ids, logits, [])
-            elif self._dropped(ids):
-                ids = self._begun(ids)
             else:
                 ids = self._verified_pass(ids)
         if self.streamer is not None:
@@ -247,14 +240,10 @@ class Decoding:
         )
 
     def _begun(self, ids: Tensor) -> Tensor:
-        """Reads the tokens that the backend lacks, all of them where the model would drop its cache. Returns the texts
-        with the next tokens.
-        """
+        """Reads the tokens that the backend lacks; returns the texts with the next tokens."""
         size = self.config.prefill_chunk_size
-        if self._dropped(ids):
-            self.text.restart()
-        if self.frequencies is not None and not self.frequencies.grows:
-            size = None  # so that all tokens have the same frequencies
+        if self.text.frequencies.change:
+            size = None  # all tokens of a prompt have the frequencies of its length
         if not self.text.backend.reads_batches_in_parts and (len(ids) > 1 or self.text.real is not None):
             size = None
         unread = ids[:, self.text.tokens :]
@@ -262,16 +251,6 @@ class Decoding:
             logits = self.text.read(piece)
         ids, _ = self._extended(ids, logits, [])
         return ids
-
-    def _dropped(self, ids: Tensor) -> bool:
-        """Returns whether `generate` would drop the cache before it reads these texts, as models with LongRoPE do."""
-        held = self.text.tokens
-        if self.frequencies is None or self.frequencies.same(held, ids.shape[1]):
-            return False
-        inputs = self.text.model.prepare_inputs_for_generation(
-            ids, past_key_values=self.text.backend.cache, attention_mask=torch.ones_like(ids), use_cache=True
-        )
-        return inputs.get("past_key_values") is None or self.text.backend.cache.get_seq_length() < held
 
     def _extended(self, ids: Tensor, logits: Tensor, drafts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, int]:
         """Appends tokens to the texts [B, L] by the logits [B, n + 1, V] after them and after each draft.
@@ -336,9 +315,6 @@ class Decoding:
         if self.criteria.max_length is not None:
             left = self.criteria.max_length - ids.shape[1]
             count = min(count, left - 1)  # the pass adds a token of full attention's own
-        if self.frequencies is not None:
-            room = self.frequencies.room(ids.shape[1])
-            count = count if room is None else min(count, room)
         text.backend.reserve(count + 1)
         started = time.perf_counter()
         drafted, drafts = self._drafts(ids, count)
@@ -383,20 +359,12 @@ def require_plain_mode(config: GenerationConfig, rule: Method) -> None:
         )
 
 
-def takes_packed(model: PreTrainedModel, ids: Tensor, config: GenerationConfig, options: dict[str, Any]) -> bool:
-    """Returns whether transformers' loop can run over a packed cache of ours, in place of an empty `DynamicCache`.
-
-    Padding must be on the left, and the text must keep its rotary frequencies: what is packed is not packed again.
-    """
+def takes_packed(options: dict[str, Any]) -> bool:
+    """Returns whether transformers' loop can run over a packed cache of ours, in place of an empty `DynamicCache`."""
     cache = options.get("past_key_values")
     if cache is not None and (type(cache) is not DynamicCache or cache.get_seq_length() > 0):
         return False
-    if not padded_left(options.get("attention_mask")):
-        return False
-    frequencies = frequencies_of(model)
-    if frequencies is None:
-        return True
-    return config.max_length is not None and frequencies.same(ids.shape[1], config.max_length - 1)
+    return padded_left(options.get("attention_mask"))
 
 
 def padded_left(mask: Tensor | None) -> bool:

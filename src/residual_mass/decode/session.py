@@ -31,6 +31,7 @@ from residual_mass.methods.arms import Arm, percent_of_share
 from residual_mass.model.hook import attention_hook, exact_attention
 from residual_mass.model.layers import attention_layers, text_config, unwrapped, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.rotary import frequencies_of, require_constant_frequencies
 from residual_mass.spec.settings import AnchorSpec
 
 
@@ -154,6 +155,7 @@ class Session:
         self.fold = fold
         self.cache = cache
         self.partial_calls: dict[int, int] = {}
+        self.frequencies = frequencies_of(model)
         self._texts: WeakKeyDictionary[Cache, FollowedText] = WeakKeyDictionary()
         self._thread = ThreadState()
         self._generating: dict[int, int] = {}
@@ -203,6 +205,9 @@ class Session:
         filled = columns_held(call.cache, index, key)
         known = call.text.columns.get(index)
         call.text.columns[index] = filled
+        if self.frequencies.change:
+            lengths = torch.tensor([filled] * len(query)) if mask is None else mask[:, 0, -1].sum(-1)
+            self.frequencies.require_call(lengths[:, None] - torch.tensor([new, 1], device=lengths.device))
         backend = call.text.backend
         if isinstance(backend, TorchBackend):  # a static cache has a constant number of columns
             key = key[:, :, :filled]
@@ -307,8 +312,8 @@ class Session:
         """Refuses modes of `generate` that would run by full attention, and notes while `generate` reads a prompt,
         whose last chunk may be a single token, and in which threads it runs.
 
-        Models with LongRoPE drop the cache where their frequencies change, and read the whole text again. A
-        `PackedCache` is emptied then and takes that text, because a cache that transformers makes would not be packed.
+        Models with LongRoPE drop an empty cache before a long prompt. A `PackedCache` is put back then, because a cache
+        that transformers makes would not be packed.
         """
         model = self.model
         originals = {name: getattr(model, name, None) for name in WATCHED}
@@ -328,10 +333,12 @@ class Session:
                 )
             return validate(mode, config, *args, **kwargs)
 
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def marked(ids: Tensor, config: GenerationConfig, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            if not self._outlived():
+                require_constant_frequencies(model, ids, inputs.get("attention_mask"), config.max_length)
             self._thread.reading = True
             try:
-                return read(*args, **kwargs)
+                return read(ids, config, inputs, *args, **kwargs)
             finally:
                 self._thread.reading = False
 
@@ -340,7 +347,6 @@ class Session:
             inputs = inputs_for(*args, **kwargs)
             cache = kwargs.get("past_key_values")
             if isinstance(cache, PackedCache) and inputs.get("past_key_values") is None:
-                cache.reset()
                 inputs["past_key_values"] = cache
             return inputs
 

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from residual_mass.decode.backend import Backend
 from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
 from residual_mass.model.layers import AttentionWindow, attention_layers, text_config, window_of
+from residual_mass.model.rotary import changing_rotations, frequencies_of, frequencies_of_each_call
 
 PIECE = 1024
 """Queries that a layer with a window reads at once."""
@@ -41,6 +42,7 @@ class TextBatch:
 
     Attributes:
         tokens: number of columns that the backend holds, padding included.
+        frequencies: of the model; where they depend on the length of the text, a prompt is read in one piece.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class TextBatch:
         self.configs = configs_of(model, layers)
         self.windows = {layer.layer_idx: window_of(layer) for layer in layers}
         self.compiled = compiled
+        self.frequencies = frequencies_of(model)
+        self.rotations = changing_rotations(model)
         self._count = TokenCount(self) if getattr(text_config(model), "attn_temperature_tuning", False) else None
         self._called: set[int] = set()
         self._attend: Callable[..., Tensor] = backend.read
@@ -88,14 +92,6 @@ class TextBatch:
         self.backend.crop(tokens)
         self.tokens -= tokens
 
-    def restart(self) -> None:
-        """Forgets all tokens, so that the whole text can be read again."""
-        if isinstance(self.backend.cache, DynamicCache):
-            self.backend.cache.crop(-self.tokens)
-        else:
-            self.backend.cache.reset()
-        self.tokens = 0
-
     def _forward(
         self,
         attend: Callable[..., Tensor],
@@ -107,6 +103,7 @@ class TextBatch:
         self._attend = attend
         self._called.clear()
         self._masks.clear()
+        self.frequencies.require_call(positions)
         mask = torch.ones(len(ids), 1, 1, 1, dtype=torch.bool, device=ids.device)
         with called(self):
             if compiled is None:
@@ -223,7 +220,7 @@ def called(text: TextBatch) -> Iterator[None]:
     if any(hasattr(layer, "residual_mass_handler") for layer in text.layers.values()):
         raise ValueError("the model's attention is hooked already; contexts on one model cannot be nested")
     before = getattr(running, "text", None)
-    with switched(text.configs):
+    with switched(text.configs), frequencies_of_each_call(text.rotations):
         running.text = text
         try:
             yield

@@ -106,7 +106,7 @@ class TritonBackend(Backend):
         if model.dtype not in SERVED_DTYPES:
             dtype = str(model.dtype).removeprefix("torch.")
             return f"the Triton kernels compute in float32, and the model in {dtype}"
-        if not weights_stay_on(model, device) or frequencies_of(model) is not None:
+        if not weights_stay_on(model, device) or frequencies_of(model).change:
             return f"{type(model).__name__} moves its weights or changes its frequencies while it decodes"
         return shape_refusal(HeadShape.of(text_config(model)), arm.rule, phi)
 

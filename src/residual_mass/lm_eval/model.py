@@ -145,8 +145,11 @@ class PartialKV(HFLM):
         return {**super().get_model_info(), "partial_kv": facts}
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        with partial_kv(self.model, *self._arguments):
-            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        try:
+            with partial_kv(self.model, *self._arguments):
+                return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
 
     @torch.no_grad()
     def _loglikelihood_tokens(
@@ -155,10 +158,13 @@ class PartialKV(HFLM):
         """Scores requests as HFLM does, in their order; `override_bs` is ignored.
 
         Raises:
+            BadArgument: the model's rotary frequencies change within a request.
             ValueError: a request has no context, no continuation, or one that is longer than the model's limit.
             NotFiniteError: a key, a value or a logit is not finite.
         """
         scored = [Scored.of(request, place, self.max_length) for place, request in enumerate(requests)]
+        for item in scored:
+            self._require_constant_frequencies(item)
         scored.sort(key=Scored.order)
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
@@ -174,6 +180,16 @@ class PartialKV(HFLM):
                     bar.update(1)
         return [answers[place] for place in range(len(requests))]
 
+    def _require_constant_frequencies(self, item: Scored) -> None:
+        """Raises BadArgument if the frequencies of a request's exact beginning are not those of all that follows."""
+        read = len(item.prefix)
+        end = read + len(item.forced)
+        ends = range(read, end, self.stride) if item.rolling else [read]
+        try:
+            self.engine.frequencies.require([*(length for length in ends if length), end])
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
+
     def _continuations(
         self, prefix: Sequence[int], scored: Iterable[Scored]
     ) -> Iterator[tuple[Scored, Iterable[Tensor]]]:
@@ -182,7 +198,7 @@ class PartialKV(HFLM):
         """
         decoder = ForcedDecoder(self.engine, prefix) if prefix else None
         for tokens, group in itertools.groupby(scored, key=attrgetter("forced")):
-            logits = self._logits(decoder, tokens, len(prefix) + len(tokens))
+            logits = self._logits(decoder, tokens)
             for item in group:
                 yield item, [logits]
 
@@ -200,14 +216,14 @@ class PartialKV(HFLM):
         last = starts[-1]
         read: Sequence[PrefixLayer] = []
         if last:
-            read, *_ = self.engine.read([tokens[:last]], len(tokens))
+            read, *_ = self.engine.read([tokens[:last]])
         for first in starts:
             decoder = None
             if first:
                 layers = [self._beginning(layer, first) for layer in read]
-                decoder = ForcedDecoder(self.engine, tokens[:first], layers, len(tokens))
+                decoder = ForcedDecoder(self.engine, tokens[:first], layers)
             chunk = tokens[first : first + self.stride]
-            yield self._logits(decoder, chunk, len(tokens))
+            yield self._logits(decoder, chunk)
 
     def _beginning(self, layer: PrefixLayer, length: int) -> PrefixLayer:
         """Returns the prefix that consists of the first `length` tokens of another one."""
@@ -216,12 +232,10 @@ class PartialKV(HFLM):
         values = layer.values[:, :, :length]
         return build_prefix(keys, values, real, self.anchors)
 
-    def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int], length: int) -> Tensor:
-        """Returns logits [T, V] after each token; without a decoder all tokens are read exactly, as the beginning of a
-        text of `length` tokens.
-        """
+    def _logits(self, decoder: ForcedDecoder | None, tokens: Sequence[int]) -> Tensor:
+        """Returns logits [T, V] after each token; without a decoder all tokens are read exactly."""
         if decoder is None:
-            return self.engine.forward([list(tokens)], [0], length)[0]
+            return self.engine.forward([list(tokens)], [0])[0]
         if self.arm.is_full:
             return decoder.full(tokens)[0]
         return next(decoder.logits([self.arm], tokens))

@@ -32,6 +32,7 @@ from residual_mass.methods.served import READ_WHOLE
 from residual_mass.model.hook import Prefill
 from residual_mass.model.layers import require_plain, text_config
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.spec.settings import AnchorSpec, tokens_of
 from residual_mass.timing import StepClock, Turn, take_turns
 
@@ -84,6 +85,8 @@ def measure_latency(args: Arguments) -> tuple[str, list[Path]]:
     require_writable(*files)
     model = load_packed(find_model(args.model, args.assets, device), args, device).model
     require_plain(model)
+    for length in map(tokens_of, args.latency):
+        frequencies_of(model).require_growing([length], [ROUND_STEPS + 2])
     require_compiler(model, args)
     chosen = {"transformers" if side.plain else side.name: side for side in sides(model, args)}
     kept_mib: dict[tuple[str, int], float] = {}

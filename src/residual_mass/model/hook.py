@@ -32,7 +32,7 @@ from residual_mass.model.layers import (
     text_config,
     window_of,
 )
-from residual_mass.model.rotary import text_lengths
+from residual_mass.model.rotary import changing_rotations, frequencies_of_each_call
 
 ATTENTION_NAME = "residual_mass"
 
@@ -69,7 +69,7 @@ def attention_hook(model: PreTrainedModel, handler: Handler, hybrid: bool = Fals
     for layer in layers:
         layer.residual_mass_handler = handler
     try:
-        with switched(configs_of(model, layers), hooks=1):
+        with switched(configs_of(model, layers), hooks=1), frequencies_of_each_call(changing_rotations(model)):
             yield
     finally:
         for layer in layers:
@@ -311,13 +311,8 @@ class Prefill(NamedTuple):
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, prompts: list[list[int]], length: int | None = None) -> Prefill:
-    """Reads prompts of equal length in one pass; computes logits only at the last position.
-
-    Args:
-        length: tokens of the whole text, of which the prompts are the beginning; None for the prompts' own. It matters
-            for models whose rotary frequencies depend on it.
-    """
+def prefill(model: PreTrainedModel, prompts: list[list[int]]) -> Prefill:
+    """Reads prompts of equal length in one pass; computes logits only at the last position."""
     layers = {}
 
     def kept(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
@@ -325,7 +320,6 @@ def prefill(model: PreTrainedModel, prompts: list[list[int]], length: int | None
         return exact_attention(module, query, key, value, *rest)
 
     inputs = torch.tensor(prompts, device=device_of(model))
-    lengths = [length or inputs.shape[1]] * len(inputs)
-    with attention_hook(model, kept, hybrid=True), text_lengths(model, lengths):
+    with attention_hook(model, kept, hybrid=True):
         logits = model(inputs, use_cache=False, logits_to_keep=1).logits
     return Prefill(layers, *greedy(logits))

@@ -1,60 +1,102 @@
 """Rotary frequencies that depend on the length of the text: LongRoPE (Phi-3 128k, Phi-4 mini) and dynamic NTK scaling.
 
-transformers takes the length from the largest position of a call. Rows of a batch with other lengths, and tokens that
-are read in another call than the text before them, then get other frequencies than those of their own text.
+One rule holds everywhere: the frequencies of a text are those of its prompt, and what would change them within it is
+refused. LongRoPE has two sets, one on each side of a length, and a text keeps to its side. Dynamic scaling has others
+with every token beyond that length, so texts end there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
 class Frequencies(NamedTuple):
-    """Frequencies of a model that are constant up to a length."""
+    """How the frequencies of a model depend on the length of the text.
 
+    Its methods that require something raise ValueError in one line, which names the length and the remedy.
+    """
+
+    model: str
+    """Class of the model."""
     kind: str
     """Name in transformers: longrope, dynamic or another with dynamic in it."""
-    limit: int
-    """Largest number of tokens of a text before they change."""
-    grows: bool
-    """Whether they change again with every further token, as dynamic NTK scaling does; LongRoPE changes them once."""
+    limit: float
+    """Largest number of tokens of a text before they change; infinity if they never do."""
 
-    def same(self, one: int, other: int) -> bool:
-        """Returns whether they are the same in texts of two lengths."""
-        if self.grows:
-            return max(one, self.limit) == max(other, self.limit)
-        return (one > self.limit) == (other > self.limit)
+    @property
+    def change(self) -> bool:
+        return self.limit < math.inf
 
-    def room(self, length: int) -> int | None:
-        """Returns how many tokens can follow a text before the frequencies change; None for any number."""
-        if length <= self.limit:
-            return self.limit - length
-        return 0 if self.grows else None
+    def same(self, lengths: Iterable[int]) -> bool:
+        """Returns whether they are constant in texts of all these lengths, and the same in all."""
+        beyond = {length > self.limit for length in lengths}
+        return beyond <= {False} or (self.kind == "longrope" and len(beyond) == 1)
+
+    def require(self, lengths: Iterable[int]) -> None:
+        """Raises ValueError unless they are constant in texts of all these lengths, and the same in all.
+
+        Args:
+            lengths: tokens of texts that are read together, at their prompts and at their ends.
+        """
+        lengths = list(lengths)
+        if self.same(lengths):
+            return
+        shortest = min(lengths)
+        longest = max(lengths)
+        asked = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
+        place = "on one side of" if self.kind == "longrope" else "within"
+        raise ValueError(
+            f"{self.model}'s rotary frequencies change beyond {self.limit} tokens ({self.kind}), and this asks for "
+            f"texts of {asked}: keep prompts and answers {place} {self.limit} tokens"
+        )
+
+    def require_growing(self, prompts: Sequence[int], further: Sequence[int]) -> None:
+        """Raises ValueError unless texts of so many tokens keep them, and share them, while further tokens are read."""
+        lengths = []
+        for prompt, more in zip(prompts, further, strict=True):
+            lengths += [prompt, prompt + max(0, more)]
+        self.require(lengths)
+
+    def require_call(self, positions: Tensor) -> None:
+        """Raises ValueError if they change in a row at the tokens of a call, or differ between rows.
+
+        Args:
+            positions: [B, T], of the new tokens.
+        """
+        if not self.change:
+            return  # without a look at the device
+        before = [position for position in positions[:, 0].tolist() if position > 0]
+        after = positions[:, -1] + 1
+        self.require([*before, *after.tolist()])
 
 
-def frequencies_of(model: PreTrainedModel) -> Frequencies | None:
-    """Returns how the frequencies of a model depend on the length of the text, None if they do not."""
-    found = [each for module in model.modules() for each in _changing(module)]
-    if not found:
-        return None
-    first = min(found, key=lambda each: each.limit)
-    return first._replace(grows=any(each.grows for each in found))
+def frequencies_of(model: PreTrainedModel) -> Frequencies:
+    """Returns how the frequencies of a model depend on the length of the text."""
+    name = type(model).__name__
+    found = [Frequencies(name, *each) for module in model.modules() for each in _changing(module)]
+    return min(found, key=lambda each: (each.limit, each.kind), default=Frequencies(name, "", math.inf))
 
 
-def _changing(module: nn.Module) -> Iterator[Frequencies]:
-    """Yields the frequencies of a rotary embedding that depend on the length, by type of layer."""
+def changing_rotations(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the rotary embeddings of a model whose frequencies depend on the length of the text."""
+    return [module for module in model.modules() if any(_changing(module))]
+
+
+def _changing(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yields kind and limit of the frequencies of a rotary embedding that depend on the length, by type of layer."""
     kinds = getattr(module, "rope_type", None)
     for layer_type, kind in kinds.items() if isinstance(kinds, dict) else ((None, kinds),):
         if kind == "longrope":
-            yield Frequencies(kind, _original_length(module.config, layer_type), grows=False)
+            yield kind, _original_length(module.config, layer_type)
         elif isinstance(kind, str) and "dynamic" in kind:
-            yield Frequencies(kind, module.original_max_seq_len, grows=True)
+            yield kind, module.original_max_seq_len
 
 
 def _original_length(config: Any, layer_type: str | None) -> int:
@@ -66,69 +108,51 @@ def _original_length(config: Any, layer_type: str | None) -> int:
     return getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings  # as in 4.57
 
 
-def require_read_once(model: PreTrainedModel, length: int, last: int, text: str = "the text") -> None:
-    """Raises ValueError if a text that grows from `length` to `last` tokens has to be read again on the way."""
+def require_constant_frequencies(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, max_length: int | None
+) -> None:
+    """Raises ValueError unless texts keep a model's frequencies, and share them, while they are generated.
+
+    Args:
+        ids: [B, L], the prompts.
+        mask: [B, L], 0 on padding; None without padding.
+        max_length: most columns of a text in the end, the last of which is not read; None where nothing says so.
+    """
     frequencies = frequencies_of(model)
-    if frequencies is not None and not frequencies.grows and not frequencies.same(length, last):
-        name = type(model).__name__
-        change = f"{name}'s rotary frequencies change beyond {frequencies.limit} tokens ({frequencies.kind})"
-        raise ValueError(
-            f"{change}, and {text} grows from {length} to {last}: generate within partial_kv, where all is read again "
-            "then, or fewer tokens"
-        )
+    if not frequencies.change:
+        return
+    columns = ids.shape[1]
+    prompts = [columns] * len(ids) if mask is None or mask.ndim != 2 else mask.bool().sum(1).tolist()
+    further = 0 if max_length is None else max_length - 1 - columns
+    frequencies.require_growing(prompts, [further] * len(ids))
 
 
 @contextmanager
-def text_lengths(model: PreTrainedModel, lengths: Sequence[int]) -> Iterator[None]:
-    """Makes the frequencies of each row of a batch those of a text of its own number of tokens, whatever texts were
-    read before, within the context. A single position, shared by all rows, needs equal lengths.
+def frequencies_of_each_call(rotations: Iterable[nn.Module]) -> Iterator[None]:
+    """Makes the frequencies of each call within the context those of its own positions.
+
+    transformers keeps dynamically scaled frequencies of an earlier, longer text in the module, and other threads change
+    those of either kind.
+
+    Args:
+        rotations: as `changing_rotations` returns them.
     """
-    modules = [module for module in model.modules() if any(_changing(module))]
-    before = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        module.forward = _by_length(module.forward, lengths)
-    try:
+    with ExitStack() as undo:
+        for module in rotations:
+            handle = module.register_forward_hook(_rotated_afresh, with_kwargs=True)
+            undo.callback(handle.remove)
         yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            del module.forward
-            if own is not None:  # such as the one of accelerate's hooks
-                module.forward = own
 
 
-def _by_length(forward: Callable[..., Any], lengths: Sequence[int]) -> Callable[..., Any]:
-    """Wraps the forward pass of a rotary embedding, which returns cosines and sines or complex numbers [..., N, T, C]
-    for positions [..., N, T].
-    """
-
-    def rotated(x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
-        rows_of: dict[int, list[int]] = {}
-        for row, length in enumerate(lengths):
-            rows_of.setdefault(length, []).append(row)
-        parts = []
-        for length, rows in rows_of.items():
-            own = position_ids if len(rows_of) == 1 else position_ids[..., rows, :]
-            last = torch.full_like(own[..., :1], length - 1)
-            forward(x, torch.zeros_like(last), *args, **options)  # dynamic scaling forgets longer texts
-            with_last = torch.cat((own, last), -1)
-            rotation = forward(x, with_last, *args, **options)
-            parts.append(_first_columns(rotation))
-        if len(parts) == 1:
-            return parts[0]
-        rows_by_length = [row for rows in rows_of.values() for row in rows]
-        order = torch.tensor(rows_by_length, device=position_ids.device).argsort()  # back to the order of the batch
-        if isinstance(parts[0], Tensor):
-            return torch.cat(parts, -3)[..., order, :, :]
-        joined = []
-        for each in zip(*parts, strict=True):  # the cosines of all lengths, then their sines
-            joined.append(torch.cat(each, -3)[..., order, :, :])
-        return tuple(joined)
-
-    return rotated
-
-
-def _first_columns(rotation: Any) -> Any:
-    """Drops the column of the text's last position."""
-    if isinstance(rotation, Tensor):
-        return rotation[..., :-1, :]
-    return tuple(part[..., :-1, :] for part in rotation)
+def _rotated_afresh(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Returns the rotations of a call by a rotary embedding that has seen no other text."""
+    fresh = copy.copy(rotary)
+    fresh._buffers = dict(rotary._buffers)
+    for name in rotary._buffers:
+        original = getattr(rotary, name.replace("inv_freq", "original_inv_freq"), None)
+        if original is not None:
+            fresh._buffers[name] = original.clone()  # LongRoPE writes into it
+    for name in vars(rotary):
+        if name.endswith("max_seq_len_cached"):
+            setattr(fresh, name, rotary.original_max_seq_len)
+    return type(rotary).forward(fresh, *args, **kwargs)
