@@ -29,6 +29,7 @@ from residual_mass.files import sha256_of, sha256_text, write_parquet
 from residual_mass.kernels.library import LAYOUT
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.provenance import Record
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED_COLUMNS, GOLD, GREEDY, OWN
@@ -242,6 +243,9 @@ def _compute(
     from residual_mass.decode.forced import ForcedDecoder
 
     _check_vocabulary(spec, backbone.model, missing)
+    frequencies = frequencies_of(backbone.model)
+    for row in missing:
+        frequencies.require_growing([len(row.continuation.prompt) - 1], [row.continuation.limit])
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
 

@@ -212,6 +212,8 @@ def _compute(
     log.info("%s on %s, %s", spec.backbone.model_id, backbone.device, spec.backbone.dtype)
     phi = {label: PhiMaps.load(path) for label, path in maps.items()}
     engine = SharedPrefillEngine(backbone, spec.arms, spec.anchors, phi, _nominal_length(spec))
+    for batch in batches:
+        engine.require_constant_frequencies(*_prompts_and_limits([item.example for item in batch]))
     room = spec.batch_tokens
     with tqdm(total=sum(map(len, batches)), unit="example") as bar:
         for batch in batches:
@@ -259,8 +261,7 @@ def _decoded(
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             return saturated(spec.benchmark, examples[number].prompt.doc, text)
 
-        prompts = [example.ids for example in examples]
-        limits = [example.limit for example in examples]
+        prompts, limits = _prompts_and_limits(examples)
         try:
             generations += engine.generate(prompts, limits, settled if spec.stop_when_saturated else None)
             continue
@@ -282,6 +283,11 @@ def _decoded(
             len(part), padded, room,
         )  # fmt: skip
     return generations, room
+
+
+def _prompts_and_limits(examples: Sequence[Example]) -> tuple[list[list[int]], list[int]]:
+    """Returns the token ids of examples, and the most tokens of their answers."""
+    return [example.ids for example in examples], [example.limit for example in examples]
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:

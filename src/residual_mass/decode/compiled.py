@@ -46,7 +46,7 @@ def compile_refusal(model: PreTrainedModel) -> str | None:
         return "steps are compiled for CPUs alone"
     if getattr(text_config(model), "attn_temperature_tuning", False):
         return f"{type(model).__name__} looks up the number of tokens in its cache"
-    if frequencies_of(model) is not None:
+    if frequencies_of(model).change:
         return f"{type(model).__name__}'s rotary frequencies depend on the length of the text"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:

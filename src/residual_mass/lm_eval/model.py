@@ -30,6 +30,7 @@ from residual_mass.methods.arms import Arm, arm_of
 from residual_mass.model.layers import device_of
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
@@ -134,8 +135,11 @@ class PartialKV(HFLM):
         return {**super().get_model_info(), "partial_kv": facts}
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        with partial_kv(self.model, *self._arguments):
-            return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        try:
+            with partial_kv(self.model, *self._arguments):
+                return super()._model_generate(context, max_length, stop, **generation_kwargs)
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
 
     @torch.no_grad()
     def _loglikelihood_tokens(
@@ -144,11 +148,14 @@ class PartialKV(HFLM):
         """Scores requests as HFLM does, in their order; `override_bs` is ignored.
 
         Raises:
+            BadArgument: the model's rotary frequencies change within a request.
             ValueError: a request has no context, no continuation, or one that is longer than the model's limit.
             NotFiniteError: a key, a value or a logit is not finite.
         """
         scored = [Scored.of(request, place, self.max_length) for place, request in enumerate(requests)]
         scored.sort(key=Scored.order)
+        for item in scored:
+            self._require_constant_frequencies(item)
         answers: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
             for (rolling, prefix), group in itertools.groupby(scored, key=attrgetter("rolling", "prefix")):
@@ -162,6 +169,16 @@ class PartialKV(HFLM):
                         self.cache_hook.add_partial("loglikelihood", texts, answer)
                     bar.update(1)
         return [answers[place] for place in range(len(requests))]
+
+    def _require_constant_frequencies(self, item: Scored) -> None:
+        """Raises BadArgument if the frequencies of a request's exact beginning are not those of all that follows."""
+        read = len(item.prefix)
+        end = read + len(item.forced)
+        ends = range(read, end, self.stride) if item.rolling else [read]
+        try:
+            frequencies_of(self.model).require([*(length for length in ends if length), end])
+        except ValueError as error:
+            raise BadArgument(str(error)) from None
 
     def _continuations(
         self, prefix: Sequence[int], scored: Iterable[Scored]

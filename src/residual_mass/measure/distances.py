@@ -33,13 +33,14 @@ from residual_mass.measure.documents import Text, read_texts
 from residual_mass.measure.models import STUDY, find_device, find_model, load, load_packed
 from residual_mass.measure.names import printable, title_of
 from residual_mass.measure.served import Served, budgets_of
-from residual_mass.measure.times import Timer, Times
+from residual_mass.measure.times import TIMED_TOKENS, Timer, Times
 from residual_mass.measure.weights import weights_cost
 from residual_mass.methods import method_named
 from residual_mass.methods.step_bytes import bytes_per_verified_token, full_bytes, kept_bytes, step_bytes
 from residual_mass.metrics import KL, SAME_TOP
 from residual_mass.model.loading import Backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.provenance import Record, device_name
 from residual_mass.recipes import RECIPES
 from residual_mass.spec.arms import ArmSpec
@@ -132,6 +133,8 @@ def measure(args: Arguments) -> Measured:
         )
     tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, args.assets)
     texts = read_texts(args, tokenizer)
+    further = max(args.document_tokens - args.prompt_tokens, QUERIES, TIMED_TOKENS)
+    frequencies_of(models.measured.model).require_growing([args.prompt_tokens], [further])
     served = Served.here(models.measured.model, args, phi)
     settings = _settings(models, served)
     folder = _folder(args, settings)

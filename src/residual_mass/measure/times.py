@@ -36,6 +36,7 @@ from residual_mass.methods.served import READ_WHOLE
 from residual_mass.model.hook import prefill
 from residual_mass.model.layers import device_of, require_plain, text_config
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.timing import Turn, fastest, scatter_of, take_turns, timed
 
 TURN_STEPS = 8
@@ -43,6 +44,8 @@ TURN_STEPS = 8
 MIN_TURNS = 3
 MAX_TURNS = 10
 """Turns of a side; more are taken while times scatter more than a step may be slower than an equal one."""
+TIMED_TOKENS = MAX_TURNS * (TURN_STEPS + 2)
+"""Most tokens that follow a prompt while its steps are timed."""
 LONGER = (4096, 16384)
 """Lengths of random keys beside the prompts' own."""
 MAX_BYTES = 2 * 2**30
@@ -147,7 +150,9 @@ def keys_of(model: PreTrainedModel, ids: Tensor) -> LayerKeys:
 
 
 def fits(model: PreTrainedModel, length: int) -> bool:
-    """Returns whether random keys of so many tokens are worth their memory, and stand for those of the model."""
+    """Returns whether random keys of so many tokens are worth their memory, and stand for those of the model, whose
+    rotary frequencies stay the same in the steps after them.
+    """
     shape = HeadShape.of(text_config(model))
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
     size = numbers * length * model.dtype.itemsize
@@ -155,7 +160,7 @@ def fits(model: PreTrainedModel, length: int) -> bool:
         require_plain(model)
     except ValueError:
         return False
-    return size <= MAX_BYTES
+    return size <= MAX_BYTES and frequencies_of(model).same([length, length + TIMED_TOKENS])
 
 
 class Timer:

@@ -42,6 +42,7 @@ from residual_mass.metrics import budget_text
 from residual_mass.model.layers import device_of
 from residual_mass.model.loading import load_backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.provenance import Record, device_name
 from residual_mass.runtime.decoders import DecodingTimes, TextDecoder, time_decoder
 from residual_mass.runtime.prototype import PrototypeBackend
@@ -134,6 +135,8 @@ def measure(
 ) -> Iterator[dict[str, object]]:
     """Yields rows of LATENCY_COLUMNS, without the backbone's columns; `not_measured` says why a row has no times."""
     device = device_of(model)
+    for context in spec.contexts:
+        frequencies_of(model).require_growing([tokens_of(context)], [RUN_STEPS])
     torch.manual_seed(spec.seed)
     phi = PhiMaps(HeadShape.of(model.config), spec.map).to(device).requires_grad_(False)
     bandwidth = max(copy_rates(device))

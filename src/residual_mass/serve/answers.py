@@ -28,6 +28,7 @@ from residual_mass.methods.arms import Arm
 from residual_mass.model.identity import digest_of, identity_of
 from residual_mass.model.layers import text_config
 from residual_mass.model.packed_weights import pack_weights
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.serve.kept import Kept
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
         return cache
 
     model_of = weakref.ref(model)
-    answers = Answers(settings, arm, Kept(make, limit, folder if limit else None))
+    kept = Kept(make, limit, folder if limit else None, frequencies_of(model))
+    answers = Answers(settings, arm, kept)
     if settings.compile:
         prompt = torch.tensor([[0, 0]])
         answers.generate(model, prompt, generation_config=GenerationConfig(max_new_tokens=3, eos_token_id=[]))

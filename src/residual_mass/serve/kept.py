@@ -17,6 +17,7 @@ from torch import Tensor
 
 from residual_mass.decode.packed_backend import PackedCache
 from residual_mass.kernels.layout import BLOCK
+from residual_mass.model.rotary import Frequencies
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,14 @@ class Kept:
         make: returns an empty cache.
         limit: most bytes of all caches in memory.
         folder: for caches that leave the memory, each in a file that is named after its text; None drops them.
+        frequencies: of the model; a text does not continue one whose keys have other rotary frequencies.
     """
 
-    def __init__(self, make: Callable[[], PackedCache], limit: int, folder: Path | None) -> None:
+    def __init__(
+        self, make: Callable[[], PackedCache], limit: int, folder: Path | None, frequencies: Frequencies
+    ) -> None:
         self.make = make
+        self.frequencies = frequencies
         self.limit = limit
         self.folder = folder
         self.entries: OrderedDict[bytes, tuple[Tensor, PackedCache]] = OrderedDict()
@@ -74,7 +79,8 @@ class Kept:
         matches = []
         for digest, (own, _) in self.entries.items():
             common = common_length(own, ids[:-1])
-            if common > 0 and len(own) - common < BLOCK:
+            keys_fit = self.frequencies.same([common, len(own), len(ids)])
+            if common > 0 and len(own) - common < BLOCK and keys_fit:
                 matches.append((common, digest, len(own) - common))
         for _, digest, surplus in sorted(matches, reverse=True):
             cache = copy.deepcopy(self.entries[digest][1])
@@ -91,7 +97,8 @@ class Kept:
         lengths = {int(name.partition("-")[0]) for name in names}
         for length in sorted(lengths, reverse=True):
             path = self._path(ids[:length])
-            if not held < length < len(ids) or not path.is_file():
+            keys_fit = self.frequencies.same([length, len(ids)])
+            if not held < length < len(ids) or not keys_fit or not path.is_file():
                 continue
             try:
                 cache = self.make().load(path)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.needs import KERNELS, needs
+from tests.unit.model.test_rotary import build as longrope
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from residual_mass import PackedCache, partial_decoding
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.serve.kept import Kept
 
 pytestmark = needs(KERNELS)
@@ -32,7 +34,7 @@ def read(model: LlamaForCausalLM, ids: Tensor, cache: PackedCache, tokens: int =
 
 
 def kept_for(model: LlamaForCausalLM, limit: int = 2**30, folder: Path | None = None) -> Kept:
-    return Kept(lambda: PackedCache(model, METHOD), limit, folder)
+    return Kept(lambda: PackedCache(model, METHOD), limit, folder, frequencies_of(model))
 
 
 def held(kept: Kept) -> list[int]:
@@ -116,6 +118,22 @@ def test_what_leaves_the_memory_is_found_on_disk(model: LlamaForCausalLM, tmp_pa
     later.put(further, cache)
     later.save()
     assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_keys_of_other_rotary_frequencies_are_not_continued(on_disk: bool, tmp_path: Path) -> None:
+    """A model with LongRoPE that changes its frequencies beyond 64 tokens."""
+    model = longrope("Phi-3").float()
+    kept = kept_for(model, limit=0 if on_disk else 2**30, folder=tmp_path if on_disk else None)
+    short = put(kept, model, text(0, 40))
+    long = put(kept, model, text(1, 90))
+    assert kept.take(torch.cat((short, text(2, 5)))).get_seq_length() == 47
+    assert kept.take(torch.cat((long, text(2, 5)))).get_seq_length() == 97
+    beyond = torch.cat((short, text(2, 40)))
+    assert kept.take(beyond).get_seq_length() == 0
+    assert kept.take(torch.cat((long[:50], text(2, 5)))).get_seq_length() == 0
+    assert kept.take(torch.cat((long[:50], text(2, 90)))).get_seq_length() == 0
+    assert torch.equal(put(kept, model, beyond)[len(beyond) :], read(model, beyond, PackedCache(model, METHOD)))
 
 
 def test_a_damaged_file_is_not_used(model: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
