@@ -19,14 +19,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from residual_mass.decode.backends import loop_refusal
 from residual_mass.decode.generate import padding_of, partial_decoding, require_plain_mode
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
-from residual_mass.decode.session import make_arm
 from residual_mass.files import read_json
-from residual_mass.methods.arms import Arm
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import Arm, arm_of
 from residual_mass.model.identity import digest_of, identity_of
-from residual_mass.model.layers import text_config
+from residual_mass.model.layers import keeps_states, text_config
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.rotary import frequencies_of
 from residual_mass.serve.kept import Kept
@@ -85,7 +84,7 @@ def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
     Raises:
         ValueError: the CPU kernels do not serve the method here, or weights or steps cannot be packed or compiled.
     """
-    arm = make_arm(settings.method, settings.budget)
+    arm = arm_of(settings.method, settings.budget if method_named(settings.method).chooses else None)
     reason = PackedBackend.refusal(model, arm)
     if reason is not None:
         raise ValueError(f"{settings.model}: cannot be served with {settings.method}: {reason}")
@@ -97,7 +96,7 @@ def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
         decoding = {"method": settings.method, "budget": str(settings.budget)}
         folder = Path(settings.keep) / digest_of(identity | decoding)[:16]
     # A packed cache lacks what a model with recurrent states keeps besides.
-    limit = settings.memory * 2**20 if loop_refusal(model) is None else 0
+    limit = settings.memory * 2**20 if not keeps_states(model) else 0
 
     def make() -> PackedCache:
         cache = PackedCache(model_of(), arm.rule)
@@ -172,7 +171,7 @@ class Answers:
         if (config.num_return_sequences or 1) > 1:
             return f"num_return_sequences={config.num_return_sequences} asks for several texts"
         try:
-            require_plain_mode(config, self.arm.rule)
+            require_plain_mode(config)
         except ValueError as error:
             return str(error)
         return None
