@@ -89,7 +89,7 @@ def test_what_is_recommended_is_served_here_and_fastest(found: Found) -> None:
     assert table["read"].idxmin() == "scan3_regression_32"
     assert facts["fewest bytes"].startswith("scan3_regression_32 at 8 % reads")
     assert "by torch only, no faster here" in facts["fewest bytes"] and "drafts" not in found.text
-    assert facts["ms a token, by t"].endswith("512 4,096 16,384")
+    assert re.search(r"^ms a token, .*  512  4,096  16,384$", found.text, re.M)
     share = re.search(r"of cache for 512 tokens, (\d+) % of the", facts["memory"])
     assert int(share[1]) < 60
 
@@ -103,7 +103,7 @@ def test_the_page_the_text_and_the_table_agree(found: Found) -> None:
     limits = found.text.partition("Limits of this answer:\n* ")[2].split("\n* ")
     for part in (question, lead, *facts_of(found.text.partition("\n\n    from")[0]).values(), *limits):
         part = " ".join(part.split())
-        assert part in words or part.startswith("okens in the cache"), part
+        assert part in words, part
     rows = {(row[0], row[1]): row for row in page.rows}
     for row in found.table.itertuples():
         shown = rows[row.method, "-" if row.method == "cache8" else f"{row.budget_percent:g} %"]
