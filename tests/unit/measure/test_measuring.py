@@ -451,9 +451,7 @@ def touched(asked: Arguments, patch: pytest.MonkeyPatch) -> None:
     Path(asked.model, "README.md").write_text("words")
 
 
-@pytest.mark.parametrize(
-    ("change", "rows"), [(touched, 6), (rescaled, 12), (reconfigured, 12), (updated, 12)], ids=lambda each: str(each)
-)
+@pytest.mark.parametrize(("change", "rows"), [(touched, 6), (rescaled, 12), (reconfigured, 12), (updated, 12)])
 def test_rows_are_of_the_model_that_is_measured(
     change: Callable[[Arguments, pytest.MonkeyPatch], None],
     rows: int,
