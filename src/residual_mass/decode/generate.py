@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationMode
 
 from residual_mass.decode.backends import backend_for, loop_refusal
 from residual_mass.decode.compiled import step_for
+from residual_mass.decode.generation_settings import require_plain_settings
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
-from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_steps, require_supported
+from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_supported
 from residual_mass.decode.text import TextBatch
 from residual_mass.decode.verify import Pass, accept_or_sample, sample
 from residual_mass.kernels.layout import BLOCK
 from residual_mass.methods import Method, method_named
 from residual_mass.model.finite import end_tokens
-from residual_mass.model.layers import attention_layers, device_of
+from residual_mass.model.layers import attention_layers, device_of, text_config
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import require_constant_frequencies
 from residual_mass.spec.settings import AnchorSpec
@@ -159,7 +159,7 @@ def partial_decoding(
     def decode(model: PreTrainedModel, input_ids: Tensor, **options: Any) -> Any:
         config = options["generation_config"]
         require_supported(model, arm, phi)
-        require_plain_mode(config, rule)
+        require_plain_settings(config)
         cache = options.get("past_key_values")
         refusal = loop_refusal(model) or input_refusal(input_ids, config, options)
         require_constant_frequencies(model, input_ids, options.get("attention_mask"), config.max_length)
@@ -177,6 +177,9 @@ def partial_decoding(
                 raise ValueError(f"compile=True is for our own loop, and {refusal}; leave compile out")
             if PackedBackend.refusal(model, arm) is None and takes_packed(options):
                 options["past_key_values"] = PackedCache(model, rule)
+            elif cache is None and config.use_cache is False:  # `generate` has made none
+                options["past_key_values"] = DynamicCache(config=text_config(model))
+            options["use_cache"] = True
             with warnings.catch_warnings(), partial_kv(model, rule, budget, phi, num_sink, num_tail):
                 warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
                 return model._sample(input_ids, streamer=streamer, **options)
@@ -346,17 +349,6 @@ class Decoding:
 
 
 # ---- what the loop takes ---------------------------------------------------------------------------------------------
-
-
-def require_plain_mode(config: GenerationConfig, rule: Method) -> None:
-    """Raises ValueError unless `generate` decodes greedily or by sampling, one token of each text a step."""
-    mode = config.get_generation_mode()
-    require_steps(config, mode, rule)
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"partial_decoding does not support {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
-            "num_beams=1, or within partial_kv"
-        )
 
 
 def takes_packed(options: dict[str, Any]) -> bool:

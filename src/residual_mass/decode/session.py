@@ -24,6 +24,7 @@ from transformers.cache_utils import StaticLayer
 from transformers.generation.configuration_utils import GenerationMode
 
 from residual_mass.decode.backend import Backend
+from residual_mass.decode.generation_settings import NO_ATTENTIONS, PLAIN, require_settings
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.methods import Method, method_named
@@ -77,7 +78,7 @@ def partial_kv(
     Raises:
         ValueError: the method is unknown, the budget out of range, the maps are missing, not needed or of another head
             shape, the model is not supported or already hooked, or `cache` is for another method; `generate` runs
-            without a cache, with drafts, with guidance by a second text, or with attentions as an output.
+            with settings under which no method decodes (`generation_settings.REFUSED`).
     """
     arm = make_arm(method, budget)
     require_supported(model, arm, phi)
@@ -253,7 +254,7 @@ class Session:
 
     def _require_own_rows(self, mode: GenerationMode) -> None:
         """Raises ValueError if `generate` moves rows between steps, and states of a row cannot move with its tokens."""
-        if mode in STAYS:
+        if mode in PLAIN:
             return
         name = mode.value.replace("_", " ")
         if self.cache is not None:
@@ -325,8 +326,9 @@ class Session:
         def checked(mode: GenerationMode, config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
             if self._outlived():
                 return validate(mode, config, *args, **kwargs)
-            require_steps(config, mode, self.arm.rule)
+            require_settings(config, mode)
             self._require_own_rows(mode)
+            config.use_cache = True  # of this call: a method reads kept keys
             if config.prefill_chunk_size is not None and read is None:  # as in transformers 4
                 raise ValueError(
                     "partial_kv reads a prompt in one piece with this transformers: unset prefill_chunk_size"
@@ -379,13 +381,10 @@ class Session:
             vars(model).update(own)
 
 
-STAYS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.DOLA_GENERATION)
-"""Modes of `generate` in which every row keeps its own tokens."""
 WATCHED = ("generate", "_prefill", "_validate_generation_mode", "prepare_inputs_for_generation")
 """Methods of a model that a session replaces while it runs."""
 _ending = threading.RLock()
 """Held while sessions count the running calls of `generate` and end."""
-NO_ATTENTIONS = "partial_kv computes no attention weights: unset output_attentions"
 
 
 def columns_held(cache: Cache | None, index: int, key: Tensor) -> int:
@@ -395,21 +394,6 @@ def columns_held(cache: Cache | None, index: int, key: Tensor) -> int:
     if any(isinstance(layer, StaticLayer) for layer in getattr(cache, "layers", ())):
         return int(cache.get_seq_length())  # layers that share keys have none of their own
     return key.shape[2]
-
-
-def require_steps(config: GenerationConfig, mode: GenerationMode, rule: Method) -> None:
-    """Raises ValueError if `generate` would not read one token of each text per step, or asks for attentions."""
-    if mode == GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            "partial_kv reads one token a step, not drafts of several: leave out assistant_model, "
-            "prompt_lookup_num_tokens and assistant_early_exit"
-        )
-    if config.use_cache is False and not rule.whole_prefix:
-        raise ValueError("partial_kv needs the cache: without it every step reads the whole text exactly")
-    if config.guidance_scale not in (None, 1):
-        raise ValueError("partial_kv reads one text, but guidance_scale needs a second one: leave it out")
-    if config.output_attentions:
-        raise ValueError(NO_ATTENTIONS)
 
 
 def make_arm(method: str | Method, budget: float | str | None) -> Arm:

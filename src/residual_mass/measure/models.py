@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import GenerationConfig
 
 from residual_mass.files import sha256_text
 from residual_mass.measure.arguments import EMBEDDED, Arguments
@@ -32,6 +33,9 @@ def load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
     """
     loaded = load_backbone(spec, args.assets, device)
     require_attention_alone(loaded.model)
+    saved = loaded.model.generation_config
+    ends = {"eos_token_id": saved.eos_token_id, "pad_token_id": saved.pad_token_id}
+    loaded.model.generation_config = GenerationConfig(**ends)  # beams or penalties are not what is measured
     return loaded
 
 

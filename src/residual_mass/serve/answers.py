@@ -20,7 +20,8 @@ from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from residual_mass.decode.backends import loop_refusal
-from residual_mass.decode.generate import padding_of, partial_decoding, require_plain_mode
+from residual_mass.decode.generate import padding_of, partial_decoding
+from residual_mass.decode.generation_settings import require_plain_settings
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm
 from residual_mass.files import read_json
@@ -167,7 +168,7 @@ class Answers:
         if (config.num_return_sequences or 1) > 1:
             return f"num_return_sequences={config.num_return_sequences} asks for several texts"
         try:
-            require_plain_mode(config, self.arm.rule)
+            require_plain_settings(config)
         except ValueError as error:
             return str(error)
         return None
