@@ -112,7 +112,8 @@ class TextBatch:
                 logits = self._compiled_logits(compiled, ids, positions, mask)
         if len(self._called) < len(self.windows):
             missing = sorted(set(self.windows) - self._called)
-            raise RuntimeError(f"layers {missing} of {type(self.model).__name__} bypassed the attention function")
+            name = type(self.model).__name__
+            raise ValueError(f"{name} bypasses transformers' attention interface in layers {missing}")
         return logits
 
     def _compiled_logits(self, compiled: CompiledStep, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from residual_mass.decode.session import make_arm, partial_kv, require_maps, req
 from residual_mass.model.loading import wrap_model
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
+from residual_mass.model.supported import require_served
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
@@ -108,6 +109,7 @@ class PartialKV(HFLM):
         self.weights = weights
         try:
             require_supported(self.model, arm, self.phi)
+            require_served(self.model, alone=False)
             if weights is not None:
                 pack_weights(self.model, weights)
         except ValueError as error:

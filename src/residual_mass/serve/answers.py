@@ -29,6 +29,7 @@ from residual_mass.methods.arms import Arm
 from residual_mass.model.layers import text_config
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.rotary import frequencies_of
+from residual_mass.model.supported import require_served
 from residual_mass.serve.kept import Kept
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
     reason = PackedBackend.refusal(model, arm)
     if reason is not None:
         raise ValueError(f"{settings.model}: cannot be served with {settings.method}: {reason}")
+    require_served(model, alone=False)
     if settings.weights is not None:
         pack_weights(model, bits=settings.weights)
     folder = None if settings.keep is None else Path(settings.keep) / settings.identity
