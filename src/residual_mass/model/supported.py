@@ -39,10 +39,10 @@ def _require_one_shape(model: PreTrainedModel) -> None:
     """Raises ValueError if a configuration has no number and width of heads for all layers."""
     try:
         HeadShape.of(text_config(model))
-    except AttributeError as error:
-        first, *_ = str(error).strip().splitlines() or [""]
+    except (AttributeError, RuntimeError) as error:
+        reason, *_ = str(error).split(". ")
         raise ValueError(
-            f"{type(model).__name__} has no number and width of heads for all layers ({first}), which only partial_kv "
+            f"{type(model).__name__} has no number and width of heads for all layers ({reason}), which only partial_kv "
             "does without"
         ) from None
 
