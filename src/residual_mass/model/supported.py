@@ -29,22 +29,10 @@ def require_served(model: PreTrainedModel, alone: bool = True) -> None:
     layers = attention_layers(model)
     if alone:
         require_attention_alone(model)
-        _require_one_shape(model)
+        HeadShape.of(text_config(model))
     if model not in _called:
         _require_plain_calls(model, layers)
         _called.add(model)
-
-
-def _require_one_shape(model: PreTrainedModel) -> None:
-    """Raises ValueError if a configuration has no number and width of heads for all layers."""
-    try:
-        HeadShape.of(text_config(model))
-    except (AttributeError, RuntimeError) as error:
-        reason, *_ = str(error).split(". ")
-        raise ValueError(
-            f"{type(model).__name__} has no number and width of heads for all layers ({reason}), which only partial_kv "
-            "does without"
-        ) from None
 
 
 @torch.no_grad()

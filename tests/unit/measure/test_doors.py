@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.conftest import byte_tokenizer, save_tiny, tiny_llama
-from tests.needs import KERNELS, needs
+from tests.needs import KERNELS, TRANSFORMERS_5, needs
 from tests.records import give_manifest
 from tests.unit.measure.test_measuring import words
 from tests.unit.model.families import FAMILIES, Family
@@ -23,6 +23,7 @@ from residual_mass import cli, partial_generate, partial_kv
 from residual_mass.benchmarks import force
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.model.loading import load_backbone
+from residual_mass.model.supported import require_served
 from residual_mass.runtime import latencies
 from residual_mass.serve.answers import ServeSettings, open_answers
 from residual_mass.spec.arms import ArmSpec
@@ -137,6 +138,18 @@ def test_layers_that_bypass_the_attention_function() -> None:
         PartialKV(model, tokenizer=byte_tokenizer(), method="topk", budget=0.2, max_length=100)
     with pytest.raises(ValueError, match=line):
         partial_generate(model, torch.ones(1, 40, dtype=torch.long), max_new_tokens=3, method="topk", budget=0.2)
+
+
+@needs(TRANSFORMERS_5)
+def test_layers_with_heads_of_their_own_widths() -> None:
+    """partial_kv and our own loop serve them; what needs one shape refuses them."""
+    model = Family("Gemma 4", "Gemma4UnifiedForCausalLM", {"num_key_value_heads": 4}).build()
+    ids = torch.randint(2, 99, (1, 40), generator=torch.Generator().manual_seed(1))
+    for method in ("full", "topk"):
+        text = partial_generate(model, ids, max_new_tokens=6, method=method, budget=1.0)
+        assert torch.equal(text, model.generate(ids, max_new_tokens=6, do_sample=False))
+    with pytest.raises(ValueError, match=r"^Gemma4UnifiedTextConfig has no shape of heads for all layers \([^\n]*$"):
+        require_served(model)
 
 
 @pytest.mark.parametrize("option", ["softcap", "position_bias"])
