@@ -150,7 +150,8 @@ class Text:
                 logits = logits_of(self.model, ids, positions, unmasked(ids), None, keep)
         if len(self._called) < len(self.windows):
             missing = sorted(set(self.windows) - self._called)
-            raise RuntimeError(f"layers {missing} of {type(self.model).__name__} bypassed the attention function")
+            name = type(self.model).__name__
+            raise ValueError(f"{name} bypasses transformers' attention interface in layers {missing}")
         return logits
 
     def _logits_with_states(self, ids: Tensor, positions: Tensor, keep: int, inputs: dict[str, Any]) -> Tensor:

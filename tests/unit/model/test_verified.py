@@ -291,7 +291,6 @@ REFUSED: list[tuple[str, Callable[[PreTrainedModel], object]]] = [
     ("support beam search: .* num_beams=1", lambda model: verified(model, ids_of(40), "topk", 3, num_beams=2)),
     ("support contrastive search", lambda model: verified(model, ids_of(40), "topk", 3, penalty_alpha=0.6, top_k=4)),
     ("not drafts of several", lambda model: verified(model, ids_of(40), "topk", None, prompt_lookup_num_tokens=3)),
-    ("needs the cache", lambda model: verified(model, ids_of(40), "topk", None, use_cache=False)),
     ("it counts positions itself: leave out position_ids", lambda model: verified(
         model, ids_of(40), "topk", 3, position_ids=torch.arange(40)[None] + 1)),
     ("input_ids must hold the whole text of all turns", lambda model: again(model, DynamicCache(), ids_of(90))),
