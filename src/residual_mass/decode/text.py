@@ -253,10 +253,11 @@ class Text:
             start = torch.zeros((), dtype=torch.long, device=device)
         else:
             visible = visible & self.real[:, None, None, low:total]
-            visible = visible | (held == queries)  # padding sees itself: without any column its output would be NaN
             start = self.real.int().argmax(1)[:, None, None, None]  # windows and chunks begin after the padding
         if window is not None:
             visible = visible & (held - start >= window.first(queries - start))
+        if self.real is not None:  # padding that sees no token sees itself: without any column its output would be NaN
+            visible = visible | ((held == queries) & ~visible.any(-1, keepdim=True))
         return visible
 
 
