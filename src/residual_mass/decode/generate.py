@@ -291,7 +291,7 @@ class Decoding:
 
 
 def read(text: Text, ids: Tensor, size: int | None, inputs: dict[str, Any]) -> Tensor:
-    """Reads the tokens of prompts [B, L] that a text lacks, `size` at a time; returns the logits [B, 1, V] after them."""
+    """Reads the tokens of prompts [B, L] that a text lacks, `size` at a time; returns the logits [B, 1, V] after."""
     whole = bool(inputs) or text.frequencies.change
     if whole or (not text.backend.reads_batches_in_parts and (len(ids) > 1 or text.real is not None)):
         size = None

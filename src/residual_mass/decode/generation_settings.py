@@ -33,8 +33,8 @@ which other settings turn on. Keys are always kept: `use_cache` is not asked.
 """
 OTHER_MODES = frozenset(
     """
-    num_beams penalty_alpha dola_layers constraints force_words_ids num_beam_groups prompt_lookup_num_tokens assistant_early_exit
-    use_mtp
+    num_beams penalty_alpha dola_layers constraints force_words_ids num_beam_groups prompt_lookup_num_tokens
+    assistant_early_exit use_mtp
     """.split()
 )
 """Settings that turn on a mode of `generate` which is refused; some of them only together with others."""

@@ -26,7 +26,6 @@ from residual_mass.files import sha256_of, sha256_text
 from residual_mass.model.identity import listed_digest
 from residual_mass.model.layers import device_of, text_config
 from residual_mass.model.phi_maps import HeadShape, open_safetensors
-from residual_mass.model.supported import require_served
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts.assets import MAKE, listed_in, model_folder, require_whole
@@ -153,7 +152,7 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     """Loads the model in evaluation mode, without gradients, on the GPU if there is one.
 
     Raises:
-        ValueError: files are missing or damaged, a bfloat16 backbone finds no GPU, or no method works on the model.
+        ValueError: files are missing or damaged, or a bfloat16 backbone finds no GPU.
     """
     if device is None:
         if spec.dtype == "bfloat16" and not torch.cuda.is_available():
@@ -180,7 +179,6 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
     if spec.source != "random":
         _require_all_weights(where, model, found)
     model = model.to(device).eval().requires_grad_(False)
-    require_served(model)
     return Backbone(spec, model, tokenizer, identity)
 
 
