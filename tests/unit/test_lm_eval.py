@@ -177,9 +177,7 @@ def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, mon
     from residual_mass.decode import engine
 
     model, read, forward = PartialKV(**options_of(tiny_backbone)), [], engine.prefill
-    monkeypatch.setattr(
-        engine, "prefill", lambda model, prompts, _: read.append(len(prompts[0])) or forward(model, prompts)
-    )
+    monkeypatch.setattr(engine, "prefill", lambda model, ids: read.append(len(ids[0])) or forward(model, ids))
     pairs = [(text, choice) for text in ("a" * 50, "b" * 60) for choice in ("A", "B", "yes", "yet")]
     answers = model.loglikelihood(instances("loglikelihood", *pairs))
     assert read == [59, 49]

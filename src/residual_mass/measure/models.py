@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from residual_mass.decode.backends import BACKENDS
 from residual_mass.decode.compiled import compile_refusal
+from residual_mass.decode.supported import require_served
 from residual_mass.files import sha256_text
 from residual_mass.measure.request import EMBEDDED, Request, printable, require_utf8, title_of
 from residual_mass.measure.texts import require_assets
@@ -21,7 +22,7 @@ from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import READ_WHOLE, backends_of
 from residual_mass.model.identity import digest_of, files_digest, identity_of
-from residual_mass.model.layers import device_of, require_attention_alone
+from residual_mass.model.layers import device_of
 from residual_mass.model.loading import Backbone, load_backbone, load_config
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
@@ -37,13 +38,16 @@ def load(spec: BackboneSpec, request: Request, device: torch.device, bits: int |
     memory: configuration, dtypes and packing of weights, and versions.
 
     Raises:
-        ValueError: it cannot be loaded, or needs more of earlier tokens than keys and values; weights are packed for
-            CPUs alone, or this model's cannot be packed.
+        ValueError: it cannot be loaded, or no method works on it; weights are packed for CPUs alone, or this model's
+            cannot be packed.
     """
     if bits is not None and device.type != "cpu":
         raise ValueError(f"--weights {bits}: weights are packed for CPUs; leave it out, or add --device cpu")
     loaded = load_backbone(spec, request.assets, device)
-    require_attention_alone(loaded.model)
+    require_served(loaded.model)
+    saved = loaded.model.generation_config
+    ends = {"eos_token_id": saved.eos_token_id, "pad_token_id": saved.pad_token_id}
+    loaded.model.generation_config = GenerationConfig(**ends)  # beams or penalties are not what is measured
     if bits is not None:
         try:
             pack_weights(loaded.model, bits=bits)

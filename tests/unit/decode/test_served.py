@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from residual_mass import partial_generate
 from residual_mass.decode.backends import BACKENDS, backend_for, loop_refusal
-from residual_mass.decode.session import make_arm
+from residual_mass.methods.arms import arm_of
 from residual_mass.methods import METHODS, Method, QuantisedScan, ScanRegression, names
 from residual_mass.methods.served import backends_of
 from residual_mass.spec.settings import AnchorSpec
@@ -55,7 +55,7 @@ def test_the_table_of_the_page() -> None:
 @needs(KERNELS)
 def test_the_first_backend_without_a_refusal_serves(wide_model: LlamaForCausalLM) -> None:  # noqa: F811
     for name in names():
-        arm = make_arm(name, 0.1)
+        arm = arm_of(name, 0.1)
         if arm.needs_maps:
             continue
         backend = backend_for(wide_model, arm, AnchorSpec())
@@ -74,7 +74,7 @@ REFUSALS = {
 def test_what_a_model_refuses(name: str) -> None:
     model = next(family for family in FAMILIES if family.name == name).build()
     packed, triton, torch_backend = BACKENDS
-    arm = make_arm("scan4", 0.1)
+    arm = arm_of("scan4", 0.1)
     assert REFUSALS[name] in packed.refusal(model, arm)
     assert "\n" not in packed.refusal(model, arm)
     assert torch_backend.refusal(model, arm) is None
@@ -91,8 +91,8 @@ def test_kernels_that_are_turned_off_refuse(
     monkeypatch.setenv(library.SWITCH, "off")
     library.load.cache_clear()
     try:
-        assert "not built here, or turned off" in BACKENDS[0].refusal(wide_model, make_arm("scan4", 0.1))
-        assert backend_for(wide_model, make_arm("scan4", 0.1), AnchorSpec()).name == "torch"
+        assert "not built here, or turned off" in BACKENDS[0].refusal(wide_model, arm_of("scan4", 0.1))
+        assert backend_for(wide_model, arm_of("scan4", 0.1), AnchorSpec()).name == "torch"
     finally:
         library.load.cache_clear()
 
@@ -116,7 +116,7 @@ def served_family(name: str) -> str:
     assert torch.equal(partial_generate(model, ids, max_new_tokens=5, method="topk", budget=1.0), expected)
     backends = []
     for method in ("scan4_regression_64", "topk_moments"):
-        arm = make_arm(method, 0.1)
+        arm = arm_of(method, 0.1)
         backends.append(next(kind.name for kind in BACKENDS if kind.refusal(model, arm) is None))
         assert partial_generate(model, ids, max_new_tokens=5, method=method, budget=1.0).shape == expected.shape
     return f"| {name} | {loop} | {' | '.join(backends)} |"

@@ -458,9 +458,7 @@ def touched(asked: Namespace, patch: pytest.MonkeyPatch) -> None:
     Path(asked.model, "README.md").write_text("words")
 
 
-@pytest.mark.parametrize(
-    ("change", "rows"), [(touched, 3), (rescaled, 6), (reconfigured, 6), (updated, 6)], ids=lambda each: str(each)
-)
+@pytest.mark.parametrize(("change", "rows"), [(touched, 3), (rescaled, 6), (reconfigured, 6), (updated, 6)])
 def test_rows_are_of_the_model_that_is_measured(
     change: Callable[[Namespace, pytest.MonkeyPatch], None],
     rows: int,

@@ -135,16 +135,13 @@ def test_chunks_are_refused_where_prompts_cannot_be_told(monkeypatch: pytest.Mon
         under(model)
 
 
-def test_a_cache_is_needed() -> None:
+def test_drafts_are_watched_for_within_the_context_alone() -> None:
     model = model_of("Llama")
     expected = generated(model, ids_of(40))
-    with pytest.raises(ValueError, match="^partial_kv needs the cache: without it every step reads the whole text"):
-        under(model, use_cache=False)
-    assert torch.equal(under(model, "full", use_cache=False)[1], expected)
-    model.generation_config.use_cache = False
-    with pytest.raises(ValueError, match="needs the cache"):
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with pytest.raises(ValueError, match="drafts of several"):
         under(model)
-    assert torch.equal(generated(model, ids_of(40)), expected), "generate is watched within the context alone"
+    assert torch.equal(generated(model, ids_of(40)), expected)
 
 
 def test_drafts_are_refused() -> None:
