@@ -26,18 +26,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from residual_mass.benchmarks.ruler import assets_data, build_examples
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import Backend, Prefill
 from residual_mass.decode.packed_backend import PackedBackend
-from residual_mass.decode.session import make_arm
+from residual_mass.decode.recording import prefill
 from residual_mass.decode.terms import retrieved_by
-from residual_mass.decode.text import TextBatch
+from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
-from residual_mass.measure.steps import Side, prefilled_cache, random_keys, timed
+from residual_mass.measure.models import Side
+from residual_mass.measure.times import FULL, Run, random_keys, side_name
 from residual_mass.methods import method_named
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
-from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.spec.settings import AnchorSpec
 from residual_mass.texts.corpora import held_out_corpus
@@ -65,11 +65,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     full, cache8 = method_named("full"), method_named("cache8")
-    sides = [Side(full, None, False), Side(full, None, True), Side(cache8, 0.01, True)]
-    arms = [(method_named(name), budget / 100) for name in options.methods for budget in options.budgets]
-    sides += [Side(*arm, True) for arm in arms]
+    sides = [FULL, Side(full, 100.0, "packed"), Side(cache8, 100.0, "packed")]
+    arms = [(method_named(name), budget) for name in options.methods for budget in options.budgets]
+    sides += [Side(*arm, "packed") for arm in arms]
     if not options.no_torch:
-        sides += [Side(method_named("cache4_rotated"), 0.01, False), *(Side(*arm, False) for arm in arms)]
+        sides += [Side(method_named("cache4_rotated"), 100.0, "torch"), *(Side(*arm, "torch") for arm in arms)]
     if options.layer:
         return layers(sides, options)
     backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
@@ -85,7 +85,7 @@ def layers(sides: list[Side], options: Any) -> None:
     head = ["cache", "method", *(f"{length:,}" for length in options.lengths)]
     print(f"{options.heads} query heads, KV heads and width, {options.threads} threads\n")
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    sides = [side for side in sides if side.packed or side.method.whole_prefix]
+    sides = [side for side in sides if side.backend == "packed" or side.rule.whole_prefix]
     seconds: dict[Side, list[list[float]]] = {side: [] for side in sides}
     others = torch.ones(2**25)
     for length in options.lengths:
@@ -99,7 +99,8 @@ def layers(sides: list[Side], options: Any) -> None:
             seconds[side].append(timings[str(side)])
     for side in sides:
         cells = [f"{1e6 * statistics.median(took):.0f} ({1e6 * min(took):.0f})" for took in seconds[side]]
-        print(f"| {' | '.join(['packed' if side.packed else 'SDPA, float32', side.name, *cells])} |")
+        cache = "packed" if side.backend == "packed" else "SDPA, float32"
+        print(f"| {' | '.join([cache, side_name(*side.key), *cells])} |")
 
 
 def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
@@ -108,14 +109,14 @@ def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
     draw = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(1, heads, length, width, generator=draw) for _ in range(2))
     query = torch.randn(1, query_heads, width, generator=draw)
-    packing, library = packing_of(side.method), load()
-    if not side.packed:
+    packing, library = packing_of(side.rule), load()
+    if side.backend != "packed":
         return partial(scaled_dot_product_attention, query.unsqueeze(2), keys, values, enable_gqa=True)
     if packing is None or library is None:
         raise ValueError(f"no kernels for {side}")
     cache = LayerCache(library, keys, values, [0], bits=packing.bits, clusters=packing.clusters)
-    arm = make_arm(side.method, side.budget)
-    cache.choose(lambda count: retrieved_by(arm, count, ANCHORS, None), side.method.own is not None)
+    arm = side.arm
+    cache.choose(lambda count: retrieved_by(arm, count, ANCHORS, None), side.rule.own is not None)
     key, value = torch.randn(2, 1, heads, 1, width, generator=draw)
 
     def step() -> None:
@@ -147,7 +148,7 @@ def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> N
     for side in sides:
         steps, kept, reads = costs[side]
         by_text = [torch.cat(distances[side][name]) if side is not sides[0] else torch.zeros(1) for name in columns]
-        cells = ["packed" if side.packed else "transformers", side.name, steps]
+        cells = ["packed" if side.backend == "packed" else "transformers", side_name(*side.key), steps]
         cells += [f"{kept / 2**20:.1f}", f"{reads / 2**20:.1f}"]
         cells += [f"{kl.mean():.1e}" for kl in by_text]
         if columns:
@@ -160,7 +161,7 @@ def prompts(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[str
     `--synthetic`, random keys and values.
     """
     if options.synthetic:
-        yield "", (Prefill(random_keys(backbone.model, length)), torch.empty(1, 0))
+        yield "", (random_keys(backbone.model, length), torch.empty(1, 0))
         return
     for name, ids, following in documents(backbone, length, options):
         yield name, (prefill(backbone.model, [ids]), torch.tensor([following]))
@@ -185,28 +186,29 @@ def documents(backbone: Backbone, length: int, options: Any) -> Iterator[tuple[s
 
 def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) -> dict[Side, tuple[str, float, float]]:
     """Returns by side the printed milliseconds of a step, the bytes kept, and the bytes read; sides take turns."""
+    length = read.layers[0][0].shape[2]
+    ids = torch.ones(1, length + 1, dtype=torch.long)
 
     def take_turn(side: Side) -> Turn:
-        return timed(backbone.model, side, prefilled_cache(backbone.model, side, read.layers), 16)
+        return Run(backbone.model, side, ids, read).take_turn(16)
 
     turns = take_turns({side: partial(take_turn, side) for side in sides}, rounds)
-    length = read.layers[0][0].shape[2]
     shape = backbone.shape
     costs = {}
     for side in sides:
-        if side.packed:
-            cache = prefilled_cache(backbone.model, side, read.layers)
-            timed(backbone.model, side, cache, 1)  # sets the number of chosen tokens
-            kept = cache.nbytes
-            reads = sum(layer.packed.read_bytes(shape.group) for layer in cache.layers)
+        if side.backend == "packed":
+            run = Run(backbone.model, side, ids, read)
+            run.take_turn(1)  # sets the number of chosen tokens
+            kept = run.cache.nbytes
+            reads = sum(layer.packed.read_bytes(shape.group) for layer in run.cache.layers)
         else:
-            k = retrieved_by(make_arm(side.method, side.budget), length, ANCHORS, None)
+            k = retrieved_by(side.arm, length, ANCHORS, None)
             step = shape.step(length, anchors=ANCHORS.sink + ANCHORS.tail)
-            step = step._replace(retrieved=most_retrieved(side.method, k, step))
+            step = step._replace(retrieved=most_retrieved(side.rule, k, step))
             heads = shape.layers * shape.kv_heads
             wide = 2 if side is sides[0] else 1  # full attention's cache is in float32
-            kept = wide * heads * kept_bytes(side.method, step).total
-            reads = wide * heads * step_bytes(side.method, step).total
+            kept = wide * heads * kept_bytes(side.rule, step).total
+            reads = wide * heads * step_bytes(side.rule, step).total
         took = [1000 * seconds for turn in turns[side] for seconds in turn]
         costs[side] = f"{statistics.median(took):.1f} ({min(took):.1f})" if took else "", kept, reads
     return costs
@@ -214,8 +216,8 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
 
 def backend_of(backbone: Backbone, read: Prefill, side: Side) -> Backend:
     """Returns a backend that holds the prompt."""
-    kind = PackedBackend if side.packed else TorchBackend
-    backend = kind.open(backbone.model, make_arm(side.method, side.budget), ANCHORS, None, None, False, 0)
+    kind = PackedBackend if side.backend == "packed" else TorchBackend
+    backend = kind.open(backbone.model, side.arm, ANCHORS, None, None, 0)
     backend.take(read)
     return backend
 
@@ -223,7 +225,7 @@ def backend_of(backbone: Backbone, read: Prefill, side: Side) -> Backend:
 @torch.no_grad()
 def forced(backbone: Backbone, tokens: Tensor, backend: Backend) -> Tensor:
     """Returns log probabilities [T, V] after each token, with the tokens [1, T] given to the model one by one."""
-    text = TextBatch(backbone.model, backend)
+    text = Text(backbone.model, backend)
     return torch.stack([text.step(token)[0, -1].log_softmax(-1) for token in tokens.split(1, dim=1)])
 
 

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass import pack_weights
-from residual_mass.measure.steps import Side
+from residual_mass.decode.recording import prefill
+from residual_mass.measure.models import Side
+from residual_mass.measure.times import side_name
 from residual_mass.methods import method_named
-from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.packed_weights import PackedLinear, bytes_of
 from residual_mass.timing import time_in_turns
@@ -52,14 +53,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     backbones = {weights: loaded(weights, options) for weights in WEIGHTS}
     times = timed(backbones, options) if options.rounds else {}
-    side = Side(method_named(options.method), options.budget / 100, True)
+    side = Side(method_named(options.method), options.budget, "packed")
     distances = distances_of(backbones, side, options)
     columns = [f"prompt of {length:,}, s" for length in options.lengths] if times else []
     head = ["weights", "MiB", *(["products of a token, ms"] if times else []), *columns]
     head += [f"KL {text}" for text in options.texts] + ["KL, 9 of 10 tokens below"]
     print(f"{options.threads} threads, fastest of {options.rounds} rounds\n")
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    for name in (*WEIGHTS, side.name):
+    for name in (*WEIGHTS, side_name(*side.key)):
         model = backbones[name if name in WEIGHTS else "float32"].model
         cells = [name if name in WEIGHTS else f"float32, {name}", f"{bytes_of(model.modules()) / 2**20:.0f}"]
         cells += times.get(name, [""] * (len(head) - len(cells) - len(options.texts) - 1))
@@ -115,14 +116,14 @@ def distances_of(backbones: dict[str, Backbone], side: Side, options: Any) -> di
     """Returns KL divergences from float32 by weights and text, of all scored positions; those of the method, by its
     name, after the tokens that continue the prompts.
     """
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in (*WEIGHTS[1:], side.name)}
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in (*WEIGHTS[1:], side_name(*side.key))}
     exact = backbones["float32"]
     for text, ids, following in documents(exact, options.length, options):
         whole = torch.tensor([ids + following])
         reference = log_p(exact.model, whole, options.scored)
         estimates = {weights: log_p(backbones[weights].model, whole, options.scored) for weights in WEIGHTS[1:]}
         backend = backend_of(exact, prefill(exact.model, [ids]), side)
-        estimates[side.name] = forced(exact, torch.tensor([following]), backend)
+        estimates[side_name(*side.key)] = forced(exact, torch.tensor([following]), backend)
         for name, estimate in estimates.items():
             last = reference[-len(estimate) :]
             kl = (last.exp() * (last - estimate)).sum(-1)
