@@ -34,7 +34,7 @@ from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
 from residual_mass.measure.models import Side
-from residual_mass.measure.times import FULL, Run, random_keys, side_name
+from residual_mass.measure.times import FULL_SIDE, Run, random_keys, side_name
 from residual_mass.methods import method_named
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     full, cache8 = method_named("full"), method_named("cache8")
-    sides = [FULL, Side(full, 100.0, "packed"), Side(cache8, 100.0, "packed")]
+    sides = [FULL_SIDE, Side(full, 100.0, "packed"), Side(cache8, 100.0, "packed")]
     arms = [(method_named(name), budget) for name in options.methods for budget in options.budgets]
     sides += [Side(*arm, "packed") for arm in arms]
     if not options.no_torch:

@@ -14,7 +14,7 @@ from residual_mass.measure.distances import ARM_COLUMNS
 from residual_mass.measure.models import TORCH, WHOLE_PERCENT
 from residual_mass.measure.request import Request
 from residual_mass.measure.texts import Documents
-from residual_mass.measure.times import AS_LOADED, FASTER, FULL, LONGER, TURN_STEPS, Times, side_name
+from residual_mass.measure.times import AS_LOADED, FASTER, FULL_SIDE, LONGER, TURN_STEPS, Times, side_name
 from residual_mass.methods import method_named
 from residual_mass.methods.served import READ_WHOLE
 
@@ -22,7 +22,7 @@ NOISY = 0.1
 """Scatter of times above which they are to be measured again."""
 FEW = 16
 """Number of documents below which heavy tails may be missed and intervals are wide."""
-FULL_ATTENTION = side_name(*FULL.key)
+FULL_ATTENTION = side_name(*FULL_SIDE.key)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from residual_mass.benchmarks.force import require_vocabulary, token_measures
 from residual_mass.benchmarks.store import ROW_REMEDY, RowStore, StoredRow
@@ -30,7 +30,6 @@ from residual_mass.decode.backends import ANCHORS, backend_for
 from residual_mass.decode.engine import NotFiniteError, SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.decode.packed_backend import PackedBackend
-from residual_mass.decode.recording import prefill
 from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.diagnostics.errors import ReadLayer
@@ -51,9 +50,9 @@ from residual_mass.statistics import skewed_interval
 
 log = logging.getLogger(__name__)
 
-PER_TOKEN = ("kl", "same_top")
+DISTANCES = ("kl", "same_top")
 """Values of a stored row that are lists with one entry per token."""
-ROW_FIELDS = frozenset({"key", *PER_TOKEN})
+ROW_FIELDS = frozenset({"key", *DISTANCES})
 ARM_COLUMNS = ["method", "budget_percent"]
 ARM_OF_TEXT = ["text", *ARM_COLUMNS]
 TAIL = 1000
@@ -61,7 +60,7 @@ TAIL = 1000
 QUERIES = 8
 """Number of tokens after a prompt whose reads are counted."""
 Measures = dict[str, list[Any]]
-"""PER_TOKEN of a document."""
+"""DISTANCES of a document."""
 
 
 # ---- KL, token by token ----------------------------------------------------------------------------------------------
@@ -196,21 +195,33 @@ def logits_of(decoder: ForcedDecoder, sides: Sequence[Side], tokens: Sequence[in
 
 
 def measures_of(full: Tensor, arm: Tensor, answer: Tensor) -> Measures:
-    """Returns PER_TOKEN of log-probabilities [T, V]; the continuation `answer` [T] is what both predict."""
+    """Returns DISTANCES of log-probabilities [T, V]; the continuation `answer` [T] is what both predict."""
     measures = token_measures(full, arm, answer)
-    return {name: measures[name] for name in PER_TOKEN}
+    return {name: measures[name] for name in DISTANCES}
 
 
 def _by_token(keys: Mapping[tuple[str, int, Side], str], store: RowStore, tokens: int) -> pd.DataFrame:
     """Returns stored rows token by token."""
     lines = []
     for (text, document, side), key in keys.items():
-        row = store.rows[key]
-        if any(len(row[name]) != tokens for name in PER_TOKEN):
-            raise ValueError(f"{store.path}: row {key} has not {tokens} tokens; {ROW_REMEDY}")
+        row = stored(store, key, tokens)
         for position, (kl, same_top) in enumerate(zip(row["kl"], row["same_top"], strict=True)):
             lines.append((text, *side.key, document, position, kl, same_top))
-    return pd.DataFrame(lines, columns=[*ARM_OF_TEXT, "document", "position", *PER_TOKEN])
+    return pd.DataFrame(lines, columns=[*ARM_OF_TEXT, "document", "position", *DISTANCES])
+
+
+def stored(store: RowStore, key: str, tokens: int) -> StoredRow:
+    """Returns a row of the store; raises ValueError unless its lists hold a number for each of so many tokens."""
+    row = store.rows[key]
+    for name in DISTANCES:
+        values = row[name]
+        if (
+            not isinstance(values, list)
+            or len(values) != tokens
+            or not all(type(x) in (bool, float, int) for x in values)
+        ):
+            raise ValueError(f"{store.path}: row {key} has no {name} of {tokens} tokens; {ROW_REMEDY}")
+    return row
 
 
 # ---- means and intervals ---------------------------------------------------------------------------------------------
@@ -231,7 +242,7 @@ def summary(request: Request, tokens: pd.DataFrame, tail: float) -> pd.DataFrame
     """
     lines = []
     for arm, part in tokens.groupby(ARM_OF_TEXT, sort=False):
-        documents = part.groupby("document")[[*PER_TOKEN]].mean()
+        documents = part.groupby("document")[[*DISTANCES]].mean()
         low, high = interval_of(documents["kl"])
         same_top = documents["same_top"].mean()
         lines.append((*arm, documents["kl"].mean(), low, high, part["kl"].quantile(tail), same_top))
@@ -296,19 +307,12 @@ def _packed_bytes(
     if not packed:
         return
     length = request.prompt_tokens
-    read = prefill(backbone.model, [document[:length]])
-    next_token = torch.tensor([document[length : length + 1]])
-    caches: dict[str, Cache] = {}
+    decoder = ForcedDecoder(engine_of(backbone, packed), document[:length])
     for side in packed:
-        name = side.rule.name
-        if name not in caches:
-            backend = backend_for(backbone.model, side.arm)
-            backend.take(read)
-            caches[name] = backend.cache
-        cache = copy.deepcopy(caches[name])
+        cache = copy.deepcopy(decoder.served_cache(spec_of(side)))
         layers = [layer.packed for layer in cache.packed_layers]
         kept = sum(layer.bytes for layer in layers)
-        Text(backbone.model, backend_for(backbone.model, side.arm, cache=cache)).step(next_token)
+        decoder.served(spec_of(side), document[length : length + 1], cache)
         yield side, sum(layer.read_bytes(backbone.shape.group) for layer in layers), kept, len(layers)
 
 
@@ -360,8 +364,8 @@ def weights_cost(
             if not {of_weights, of_rounding} <= store.rows.keys():
                 cost, rounding = _weights_measures(sequence, request.tokens, loaded, packed)
                 store.append([{"key": of_weights, **cost}, {"key": of_rounding, **rounding}])
-            costs.append(store.rows[of_weights])
-            roundings.append(store.rows[of_rounding])
+            costs.append(stored(store, of_weights, request.tokens))
+            roundings.append(stored(store, of_rounding, request.tokens))
         kl = _means(costs, "kl").clip(0)  # rounding can make one negative
         rounding = _means(roundings, "kl").clip(0).mean()
         lines.append((text.name, kl.mean(), *interval_of(kl), _means(costs, "same_top").mean(), rounding))

@@ -47,7 +47,7 @@ MAX_BYTES = 2 * 2**30
 """Largest keys and values of such a length, in the dtype of the model."""
 MAX_SECONDS = 20
 """After a length that took longer, with its preparation, no longer one is timed."""
-FULL = Side(method_named("full"), WHOLE_PERCENT, TRANSFORMERS)
+FULL_SIDE = Side(method_named("full"), WHOLE_PERCENT, TRANSFORMERS)
 """Transformers' own full attention."""
 AS_LOADED = ("full, as loaded", WHOLE_PERCENT)
 """In place of its key, over the model before its weights were packed."""
@@ -59,7 +59,7 @@ class Times:
 
     Attributes:
         steps: by ARM_COLUMNS, `seconds` of the fastest step, `cache_mib`, the MiB of the cache that it reads before
-            generated tokens, and the `backend`; also of FULL, and of AS_LOADED if weights are packed.
+            generated tokens, and the `backend`; also of FULL_SIDE, and of AS_LOADED if weights are packed.
         whole: key of the 8-bit cache that is read whole; None where no fast step serves it.
         turns: of every side but those that torch alone serves.
         scatter: by how much the fastest step of a side's second-best turn is slower than that of its best, the median
@@ -79,7 +79,7 @@ class Times:
     @property
     def full(self) -> pd.Series:
         """Transformers' own full attention."""
-        return self.steps.loc[FULL.key]
+        return self.steps.loc[FULL_SIDE.key]
 
     @property
     def faster(self) -> float:
@@ -152,9 +152,9 @@ def times_of(model: PreTrainedModel, loaded: PreTrainedModel | None, served: Ser
     """
     ids = torch.tensor([prompt], device=device_of(model))
     read = read_before(model, ids)
-    runs = {FULL.key: Run(model, FULL, ids, read)}
+    runs = {FULL_SIDE.key: Run(model, FULL_SIDE, ids, read)}
     if loaded is not None:
-        runs[AS_LOADED] = Run(loaded, FULL, ids, read_before(loaded, ids))
+        runs[AS_LOADED] = Run(loaded, FULL_SIDE, ids, read_before(loaded, ids))
     whole = [] if served.whole is None else [served.whole]
     slow = []
     for side in (*whole, *served.sides):
@@ -171,7 +171,7 @@ def times_of(model: PreTrainedModel, loaded: PreTrainedModel | None, served: Ser
         runs[side.key] = run
     rows = [(*key, fastest(turns[key]), run.mib, run.side.backend) for key, run in runs.items()]
     steps = pd.DataFrame(rows, columns=[*ARM_COLUMNS, "seconds", "cache_mib", "backend"]).set_index(ARM_COLUMNS)
-    return Times(steps, served.whole and served.whole.key, len(turns[FULL.key]), scatter)
+    return Times(steps, served.whole and served.whole.key, len(turns[FULL_SIDE.key]), scatter)
 
 
 def turns_of(runs: Mapping[Any, Run], rounds: int, most: int) -> dict[Any, list[Turn]]:
@@ -197,7 +197,7 @@ def with_longer(times: Times, model: PreTrainedModel, served: Served, prompt_tok
     Args:
         arm: None if no arm selects tokens.
     """
-    sides = {side_name(*side.key): side for side in (FULL, served.whole, arm) if side is not None}
+    sides = {side_name(*side.key): side for side in (FULL_SIDE, served.whole, arm) if side is not None}
     found = {name: {prompt_tokens: times.steps["seconds"][side.key]} for name, side in sides.items()}
     for length in LONGER:
         if length <= prompt_tokens or not fits(model, length):
@@ -213,7 +213,7 @@ def with_longer(times: Times, model: PreTrainedModel, served: Served, prompt_tok
 
 def side_name(method: str, budget_percent: float) -> str:
     """Returns a side as it is written in tables."""
-    if method == FULL.rule.name:
+    if method == FULL_SIDE.rule.name:
         return "full attention"
     return method if budget_percent == WHOLE_PERCENT else f"{method} at {budget_percent:g} %"
 

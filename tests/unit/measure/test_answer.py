@@ -218,7 +218,7 @@ def measured(rows: list[tuple[str, str, float, float, float, str]], full: float 
     texts = [Documents(name, [[0]] * documents, documents) for name in dict.fromkeys(table["text"])]
     seconds = {name: {1024: full, 4096: 4 * full} for name in ("full attention", READ_WHOLE)}
     longer = pd.DataFrame.from_dict(seconds, orient="index")
-    keys = [times.FULL.key, (READ_WHOLE, 100.0)]
+    keys = [times.FULL_SIDE.key, (READ_WHOLE, 100.0)]
     steps = pd.DataFrame({"seconds": [full, 0.08], "cache_mib": [20.0, 9.0]}, pd.MultiIndex.from_tuples(keys))
     found = Times(steps, keys[1], longer=longer)
     title = "m, prompts of 1k"

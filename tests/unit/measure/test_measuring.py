@@ -161,9 +161,10 @@ def test_an_interrupted_run_goes_on_and_ends_alike(
     pd.testing.assert_frame_equal(found.table.drop(columns=times), expected.table.drop(columns=times))
     store = asked.out / "store.jsonl"
     first, *rest = store.read_text().splitlines(keepends=True)
-    store.write_text("".join((json.dumps(json.loads(first) | {"kl": [0.0]}) + "\n", *rest)))
-    with pytest.raises(ValueError, match=r"store.jsonl: row \w+ has not 5 tokens; delete the line"):
-        measure(asked)
+    for damage in ([0.0], [None] * 5, "of 5"):
+        store.write_text("".join((json.dumps(json.loads(first) | {"kl": damage}) + "\n", *rest)))
+        with pytest.raises(ValueError, match=r"store.jsonl: row \w+ has no kl of 5 tokens; delete the line"):
+            measure(asked)
 
 
 def test_an_answer_is_written_and_not_overwritten_by_another(asked: Namespace) -> None:
