@@ -28,7 +28,8 @@ from residual_mass.measure.latency import Side
 from residual_mass.methods import method_named
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone, load_backbone
-from residual_mass.model.packed_weights import PackedLinear, bytes_of
+from residual_mass.model.packed_linear import PackedLinear
+from residual_mass.model.packed_weights import bytes_of
 from residual_mass.timing import time_in_turns
 
 WEIGHTS = ("float32", "bfloat16", "8 bits", "4 bits")
