@@ -176,7 +176,7 @@ def model_of(*kinds: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_weights_on_finer_grids_get_8_bits(kind: str, dtype: torch.dtype) -> None:
