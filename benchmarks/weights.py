@@ -2,9 +2,10 @@
 
 Prints a table by weights: MiB of the model; milliseconds of all products of one token; seconds of prompts; and by text
 the mean KL divergence in nats of the next token from the model in float32, over the last positions of each prompt, with
-the 9th decile over all texts. Beside them, the same distance of a method over weights in float32: tokens that continue
-the prompts are given one by one. Times are the fastest of several rounds, in which the sides take turns: with one
-thread its own time, which other work disturbs least, and with more by the clock.
+the least and the greatest mean of a prompt, and the 9th decile over all texts. Beside them, the same distance of a
+method over weights in float32: tokens that continue the prompts are given one by one. Times are the fastest of several
+rounds, in which the sides take turns: with one thread its own time, which other work disturbs least, and with more by
+the clock. Below the table is what the rounding of a head's logits costs in a step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from residual_mass.measure.steps import Side
 from residual_mass.methods import method_named
 from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone, load_backbone
-from residual_mass.model.packed_weights import PackedLinear, bytes_of
+from residual_mass.model.packed_linear import Linear8, PackedLinear
+from residual_mass.model.packed_weights import bytes_of
 from residual_mass.timing import time_in_turns
 
 WEIGHTS = ("float32", "bfloat16", "8 bits", "4 bits")
@@ -63,12 +65,22 @@ def main() -> None:
         model = backbones[name if name in WEIGHTS else "float32"].model
         cells = [name if name in WEIGHTS else f"float32, {name}", f"{bytes_of(model.modules()) / 2**20:.0f}"]
         cells += times.get(name, [""] * (len(head) - len(cells) - len(options.texts) - 1))
-        by_text = distances.get(name, {text: torch.zeros(1) for text in options.texts})
-        cells += [f"{by_text[text].mean():.1e}" for text in options.texts]
-        cells.append(f"{torch.cat(list(by_text.values())).quantile(0.9):.1e}")
+        by_text = distances.get(name, {text: [torch.zeros(1)] for text in options.texts})
+        cells += [in_words(by_text[text]) for text in options.texts]
+        every = [kl for prompts in by_text.values() for kl in prompts]
+        cells.append(f"{torch.cat(every).quantile(0.9):.1e}")
         print(f"| {' | '.join(cells)} |", flush=True)
     for weights in WEIGHTS[2:]:
-        print(f"\n{backbones[weights].model.packed_weights}")
+        print(f"\n{weights}: {backbones[weights].model.packed_weights}")
+        for how, cost in head_costs(backbones[weights], options).items():
+            print(f"{options.texts[0]}, head {how}: {cost}")
+
+
+def in_words(prompts: list[Tensor]) -> str:
+    """Returns the mean of all positions, with the range of the prompts' means."""
+    means = [float(kl.mean()) for kl in prompts]
+    mean = f"{torch.cat(prompts).mean():.1e}"
+    return mean if len(means) == 1 else f"{mean} ({min(means):.1e} to {max(means):.1e})"
 
 
 def loaded(weights: str, options: Any) -> Backbone:
@@ -111,11 +123,11 @@ def log_p(model: PreTrainedModel, ids: Tensor, last: int) -> Tensor:
     return model(ids, use_cache=False, logits_to_keep=last).logits[0].float().log_softmax(-1)
 
 
-def distances_of(backbones: dict[str, Backbone], side: Side, options: Any) -> dict[str, dict[str, Tensor]]:
-    """Returns KL divergences from float32 by weights and text, of all scored positions; those of the method, by its
-    name, after the tokens that continue the prompts.
+def distances_of(backbones: dict[str, Backbone], side: Side, options: Any) -> dict[str, dict[str, list[Tensor]]]:
+    """Returns KL divergences from float32 by weights and text, of all scored positions of each prompt; those of the
+    method, by its name, after the tokens that continue the prompts.
     """
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in (*WEIGHTS[1:], side.name)}
+    found: dict[str, dict[str, list[Tensor]]] = {name: {} for name in (*WEIGHTS[1:], side.name)}
     exact = backbones["float32"]
     for text, ids, following in documents(exact, options.length, options):
         whole = torch.tensor([ids + following])
@@ -126,8 +138,33 @@ def distances_of(backbones: dict[str, Backbone], side: Side, options: Any) -> di
         for name, estimate in estimates.items():
             last = reference[-len(estimate) :]
             kl = (last.exp() * (last - estimate)).sum(-1)
-            found[name][text] = torch.cat((found[name].get(text, kl[:0]), kl))
+            found[name].setdefault(text, []).append(kl)
     return found
+
+
+@torch.no_grad()
+def head_costs(backbone: Backbone, options: Any) -> dict[str, str]:
+    """Returns what logits of a head cost against the exact product of its codes with the same activations, at the last
+    64 positions of the prompts of the first text: as torch rounds them, and as they are.
+    """
+    model, head = backbone.model, backbone.model.lm_head
+    seen: list[Tensor] = []
+    hook = head.register_forward_pre_hook(lambda layer, args: seen.append(args[0][0]))
+    first = argparse.Namespace(**{**vars(options), "texts": options.texts[:1]})
+    for _, ids, _ in documents(backbone, options.length, first):
+        log_p(model, torch.tensor([ids]), 64)
+    hook.remove()
+    activations = torch.cat(seen)
+    exact = activations.double() @ head.dequantised(torch.float64).T
+    costs = {}
+    for how, product in (("rounded", partial(Linear8.forward, head)), ("as it is", head)):
+        logits = torch.cat([product(few) for few in activations.split(head.most_rows)]).double()
+        ties = ((logits == logits.amax(-1, keepdim=True)).sum(-1) > 1).sum()
+        others = (logits.argmax(-1) != exact.argmax(-1)).sum()
+        log_exact = exact.log_softmax(-1)
+        kl = (log_exact.exp() * (log_exact - logits.log_softmax(-1))).sum(-1)
+        costs[how] = f"KL {kl.mean():.1e} (largest {kl.max():.1e}), of {len(kl)} tokens {ties} tie, {others} are others"
+    return costs
 
 
 if __name__ == "__main__":
