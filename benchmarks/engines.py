@@ -7,7 +7,7 @@ anew in each round; a longer one is read once, and its text goes on.
 
 Results are added to `--out` after every turn. A side that has them at this length and number of threads is left out
 unless `--again` is given: a run may be stopped, resumed, or split by `--sides`, `--lengths` and `--threads`.
-`python tools/measured.py .` fills the tables of docs/measured/decode_cpu.md from the file.
+`--markdown` prints what the file has as a table and measures nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from transformers import AutoTokenizer
 
 from residual_mass.files import read_json, write_json
@@ -65,8 +67,10 @@ SIDES: dict[str, dict[str, Any]] = OURS | {
 }
 """By name: what a side's process is given. ik_llama.cpp computes 31 tokens at once: with 32 or more its products by
 these weights are wrong (5.0 nats a token where the weights as they are have 3.4)."""
+EXACT = "transformers-float32"
+"""Its tokens are those of the weights as they are."""
 ANSWER = 100
-"""Tokens of an answer before the second turn."""
+"""Tokens of an answer before the second turn, and of the whole answers in the table."""
 TURN = 200
 """New tokens of the second turn."""
 FIRST = 512
@@ -118,6 +122,8 @@ def main() -> None:
     options = parsed()
     out: Path = options.out
     stored = read_json(out) if out.exists() else {"sides": []}
+    if options.markdown:
+        return print(markdown(stored))
     stored["machine"] = machine()
     tokens = prompt(options, max(options.lengths) + TURN)
     names = [name for name in SIDES if any(fnmatch.fnmatch(name, pattern) for pattern in options.sides)]
@@ -146,7 +152,7 @@ def main() -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", type=Path, required=True, help="folder of the engines' environment (README.md)")
+    parser.add_argument("--engines", type=Path, help="folder of the engines' environment (README.md)")
     parser.add_argument("--assets", type=Path, default=Path("results/assets"))
     parser.add_argument("--out", type=Path, default=Path("results/engines.json"))
     parser.add_argument("--sides", nargs="+", default=["*"], help="names or patterns, of: " + " ".join(SIDES))
@@ -159,7 +165,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=1500, help="seconds after which a side is given up")
     parser.add_argument("--second-turn", action="store_true", help=f"seconds of a second turn of {TURN} tokens instead")
     parser.add_argument("--again", action="store_true", help="also what the file has; rounds are added to it")
-    return parser.parse_args()
+    parser.add_argument("--markdown", action="store_true", help="print what --out has as a table, and measure nothing")
+    options = parser.parse_args()
+    if options.engines is None and not options.markdown:
+        parser.error("name the engines' environment with --engines")
+    return options
 
 
 class Progress:
@@ -346,6 +356,71 @@ def merge(stored: list[dict[str, Any]], found: dict[str, Any], kind: str) -> Non
 
 def place_of(entry: dict[str, Any]) -> tuple[str, int, int]:
     return entry["side"], entry["threads"], entry["length"]
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def markdown(stored: dict[str, Any]) -> str:
+    """Returns the machine in one line, and a table with a line for each side, number of threads and length; a cell is
+    empty where nothing was measured.
+    """
+    entries = sorted(stored["sides"], key=lambda each: (each["threads"], each["length"], [*SIDES].index(each["side"])))
+    exact = {(each["threads"], each["length"]): each for each in entries if each["side"] == EXACT}
+    lines = [line_of(each, exact.get((each["threads"], each["length"]))) for each in entries]
+    about = stored["machine"]
+    versions = sorted({each["about"]["version"] for each in entries})
+    commits = sorted({each["commit"] for each in entries if each["engine"] == "residual_mass"})
+    days = sorted(each["when"] for each in entries)
+    said = [f"{about['processor']}, {about['cores']} cores ({', '.join(about['instructions'])})", *versions]
+    said += [f"commit {', '.join(commits)}", f"{days[0]} to {days[-1]}"]
+    return "; ".join(said) + "\n\n" + pd.DataFrame(lines).fillna("").to_markdown(index=False, disable_numparse=True)
+
+
+def line_of(entry: dict[str, Any], exact: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns the cells of a side at one place, with the least of all rounds but for `step`, the median.
+
+    Args:
+        exact: the side of the weights as they are at the same place.
+    """
+    about = entry["about"]
+    line = {"threads": entry["threads"], "tokens": f"{entry['length']:,}", "side": entry["side"]}
+    if entry["steps"]:
+        first_token = min(read["seconds"][0] for read in entry["reads"])
+        # The first step after a prompt summarises it, too: it counts in the whole answer alone.
+        first_step = min(each["seconds"][0] for each in entry["steps"] if each["fresh"])
+        rounds = [each["seconds"][each["fresh"] :] for each in entry["steps"]]
+        steps = [1000 * seconds for each in rounds for seconds in each]
+        answer = first_token + first_step + (ANSWER - 2) * min(map(statistics.mean, rounds))
+        line["first token, s"] = f"{first_token:.3g}"
+        line["step (fastest), ms"] = f"{statistics.median(steps):.1f} ({min(steps):.1f})"
+        line[f"{ANSWER} tokens, s"] = f"{answer:.3g}"
+        line["MiB (most)"] = f"{entry['memory']['resident'] - about['libraries']:,.0f} ({entry['memory']['peak']:,.0f})"
+        line["nats a token"] = f"{entry['nll']:.3f}" if "nll" in entry else ""
+        line["equal tokens"] = equal_tokens(entry, exact)
+    line["to load, s"] = f"{about['load_seconds']:.1f}"
+    line["first text, s"] = f"{about['first_seconds']:.1f}"
+    for head, key in {"second turn, s": "kept", "to save, s": "save", "from a file, s": "loaded"}.items():
+        taken = [turn[key] for turn in entry["turns"] if key in turn]
+        line[head] = f"{min(taken):.2f}" if taken else ""
+    return line
+
+
+def equal_tokens(entry: dict[str, Any], exact: dict[str, Any] | None) -> str:
+    """Returns how many greedy tokens are those of the weights as they are before the first other one, then how much
+    higher the logit of the expected token was there than that of the other: a small margin is a tie.
+    """
+    if exact is None:
+        return ""
+    pairs = list(zip(entry["tokens"], exact["tokens"], strict=False))
+    different = next((place for place, (own, wanted) in enumerate(pairs) if own != wanted), None)
+    if different is None:
+        return f"all {len(pairs)}"
+    top = exact["top"][different]
+    logits = dict(map(tuple, top))
+    other = entry["tokens"][different]
+    margin = top[0][1] - logits.get(other, min(logits.values()))
+    return f"{different}, {'' if other in logits else 'over '}{margin:.2f}"
 
 
 # ---- the machine, the prompt -----------------------------------------------------------------------------------------

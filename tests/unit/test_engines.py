@@ -1,4 +1,4 @@
-"""The benchmark of engines: what a side answers to commands, how runs are merged, and the tables of the page."""
+"""The benchmark of engines: what a side answers to commands, how runs are merged, and the table."""
 
 from __future__ import annotations
 
@@ -25,12 +25,6 @@ TEXT = torch.randint(2, 258, (300,), generator=torch.Generator().manual_seed(0))
 def engines(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     return importlib.import_module("engines")
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tools")])
-    return importlib.import_module("engine_tables")
 
 
 @pytest.fixture(scope="module")
@@ -156,57 +150,37 @@ def test_what_is_found_is_written_after_every_turn(engines: types.ModuleType, tm
         assert len(found["reads"]) == 4
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(engines: types.ModuleType, tmp_path: Path) -> Path:
-    """Results of four sides; OpenVINO writes another second token, and no prompt of 4,096 was read by ours."""
+def test_the_table_of_engines(
+    engines: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OpenVINO writes another second token; a second turn alone has no steps, and 32,768 tokens nothing to compare."""
     slow = [{"seconds": [0.5, 0.04, 0.08], "fresh": True, "load": 2.0, "others": 0.5}]
     turn = {"first_token": 3.0, "kept": 1.5, "save": 0.25, "loaded": 1.75, "load": 1.0, "others": 0.0}
     sides = [
-        entry("ours-scan2-int4", turns=[turn], commit="abc"),
-        entry("ours-cache8-int4", steps=slow, memory={"resident": 250.0, "peak": 260.0}),
-        entry("transformers-float32"),
         entry("openvino-u8", steps=slow, tokens=[1, 8, 8]),
-        entry("openvino-u8", length=4096, steps=slow),
+        entry("ours-scan2-int4", turns=[turn]),
+        entry("openvino-u8", length=32768, steps=slow),
+        entry("ours-cache8-int4", length=8000, reads=[], steps=[], turns=[turn]),
+        entry("transformers-float32"),
     ]
-    (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "engines.json").write_text(json.dumps({"sides": sides, "machine": engines.machine()}))
-    return tmp_path
-
-
-def test_the_tables_of_engines(tables: types.ModuleType, folder: Path) -> None:
-    expected = {
-        "engines_start": ["| scan, 2 %; 4 bits | 2.5 | 40.0 |"],
-        "engines_prompt": ["| 1 | scan, 2 %; 4 bits | 3 |  |", "| 1 | OpenVINO GenAI, u8 | 3 | 3 |"],
-        "engines_step": [
-            "| 1 | scan, 2 %; 4 bits | 70.0 (20.0) |  |",
-            "| 1 | OpenVINO GenAI, u8 | 60.0 (40.0) | 60.0 (40.0) |",
-        ],
-        "engines_answer": ["| 1 | scan, 2 %; 4 bits | 6.34 |  |"],  # 3 + 0.4 + 98 * 0.03
-        "engines_memory": ["| 1 | cache8; 4 bits | 150 (260) |  |"],
-        "engines_ratios": [
-            "| 1 | step | OpenVINO | scan, 2 %; 4 bits | 0.50 |  |",
-            "| 1 | step | cache8 | scan, 2 %; 4 bits | 0.50 |  |",
-            "| 1 | memory | the smallest other engine | cache8; 4 bits | 0.50 |  |",
-        ],
-        "engines_outputs": [
-            "| scan, 2 %; 4 bits | 3.250 | all 3 |  |",
-            "| OpenVINO GenAI, u8 | 3.250 | 1, 0.25 |  |",
-        ],
-        "engines_turns": ["| 1 | 1,024 | scan, 2 %; 4 bits | 3.00 | 1.50 | 0.25 | 1.75 |"],
-        "engines_about": [
-            "| commit | abc |",
-            "| load, 1,024 tokens, 1 threads | 1.0 to 2.0; cores that others took 0.5, at most 0.5 |",
-        ],
-    }  # fmt: skip
-    assert expected.keys() == tables.TABLES.keys()
-    for name, lines in expected.items():
-        written = tables.TABLES[name](folder).splitlines()
-        assert not [line for line in lines if line not in written], (name, written)
-
-
-def test_the_page_has_every_table_of_engines(tables: types.ModuleType) -> None:
-    page = (ROOT / "docs" / "measured" / "decode_cpu.md").read_text(encoding="utf-8")
-    assert all(page.count(f"<!-- table: {name} -->\n") == 1 for name in tables.TABLES)
+    out = tmp_path / "engines.json"
+    out.write_text(json.dumps({"sides": sides, "machine": engines.machine()}))
+    monkeypatch.setattr(sys, "argv", ["engines.py", "--markdown", "--out", str(out)])
+    engines.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    head = rows[0]
+    found = [dict(zip(head, row, strict=True)) for row in rows[2:]]
+    places = [(row["tokens"], row["side"]) for row in found]
+    names = ("ours-scan2-int4", "transformers-float32", "openvino-u8")
+    assert places == [*(("1,024", name) for name in names), ("8,000", "ours-cache8-int4"), ("32,768", "openvino-u8")]
+    ours, exact, other, turns, long = found
+    assert (ours["first token, s"], ours["step (fastest), ms"], ours["MiB (most)"]) == ("3", "70.0 (20.0)", "300 (500)")
+    assert ours["100 tokens, s"] == "6.34"  # 3 + 0.4 + 98 * 0.03
+    assert (ours["second turn, s"], ours["to save, s"], ours["from a file, s"]) == ("1.50", "0.25", "1.75")
+    assert ours["equal tokens"] == exact["equal tokens"] == "all 3" and other["equal tokens"] == "1, 0.25"
+    assert (other["step (fastest), ms"], other["second turn, s"], long["equal tokens"]) == ("60.0 (40.0)", "", "")
+    assert (turns["step (fastest), ms"], turns["second turn, s"], turns["to load, s"]) == ("", "1.50", "2.5")
