@@ -7,15 +7,14 @@ reads of it, and by text the mean KL divergence in nats from full attention in f
 tokens of all texts. Methods under `transformers` run in torch, on exact keys and values in float32; their memory and
 reads are counted as in a packed cache in bfloat16.
 
-With `--synthetic`, keys and values are random, no context is read, and only costs are printed. With `--layer`, only one
-layer's attention is timed, and no model is loaded.
+With `--synthetic`, keys and values are random, no context is read, and only costs are printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from common import SMOL
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from residual_mass.benchmarks.ruler import assets_data, build_examples
 from residual_mass.decode.backend import Backend
@@ -32,16 +30,14 @@ from residual_mass.decode.session import make_arm
 from residual_mass.decode.terms import retrieved_by
 from residual_mass.decode.text import TextBatch
 from residual_mass.decode.torch_backend import TorchBackend
-from residual_mass.kernels import LayerCache, load
 from residual_mass.measure.steps import Side, prefilled_cache, random_keys, timed
 from residual_mass.methods import method_named
-from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
 from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.spec.settings import AnchorSpec
 from residual_mass.texts.corpora import held_out_corpus
-from residual_mass.timing import Turn, take_turns, time_in_turns
+from residual_mass.timing import Turn, take_turns
 
 ANCHORS = AnchorSpec()
 RULER_TASKS = ("niah_multivalue", "ruler_vt", "ruler_cwe")
@@ -60,8 +56,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-torch", action="store_true", help="only packed caches and transformers' full attention")
     parser.add_argument("--synthetic", action="store_true", help="random keys and values, and only costs")
-    parser.add_argument("--layer", action="store_true", help="only one layer's attention, on random keys and values")
-    parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64], help="for --layer: query heads, KV heads, D")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     full, cache8 = method_named("full"), method_named("cache8")
@@ -70,59 +64,9 @@ def main() -> None:
     sides += [Side(*arm, True) for arm in arms]
     if not options.no_torch:
         sides += [Side(method_named("cache4_rotated"), 0.01, False), *(Side(*arm, False) for arm in arms)]
-    if options.layer:
-        return layers(sides, options)
     backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
     for length in options.lengths:
         table(backbone, length, sides, options)
-
-
-def layers(sides: list[Side], options: Any) -> None:
-    """Prints microseconds of one layer's attention by context length, the median and the fastest. Before every call,
-    128 MiB of other numbers are read, which evict the layer from the processor's caches, and a short layer is run,
-    which loads the code again.
-    """
-    head = ["cache", "method", *(f"{length:,}" for length in options.lengths)]
-    print(f"{options.heads} query heads, KV heads and width, {options.threads} threads\n")
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-    sides = [side for side in sides if side.packed or side.method.whole_prefix]
-    seconds: dict[Side, list[list[float]]] = {side: [] for side in sides}
-    others = torch.ones(2**25)
-    for length in options.lengths:
-        calls: dict[str, Callable[[], object]] = {}
-        for side in sides:
-            short = layer(side, 256, options.heads)
-            calls[f"before {side}"] = lambda short=short: (others.sum(), short())
-            calls[str(side)] = layer(side, length, options.heads)
-        timings = time_in_turns(calls, options.rounds)
-        for side in sides:
-            seconds[side].append(timings[str(side)])
-    for side in sides:
-        cells = [f"{1e6 * statistics.median(took):.0f} ({1e6 * min(took):.0f})" for took in seconds[side]]
-        print(f"| {' | '.join(['packed' if side.packed else 'SDPA, float32', side.name, *cells])} |")
-
-
-def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
-    """Returns a function that runs a step of one layer over random keys and values."""
-    query_heads, heads, width = sizes
-    draw = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(1, heads, length, width, generator=draw) for _ in range(2))
-    query = torch.randn(1, query_heads, width, generator=draw)
-    packing, library = packing_of(side.method), load()
-    if not side.packed:
-        return partial(scaled_dot_product_attention, query.unsqueeze(2), keys, values, enable_gqa=True)
-    if packing is None or library is None:
-        raise ValueError(f"no kernels for {side}")
-    cache = LayerCache(library, keys, values, [0], bits=packing.bits, clusters=packing.clusters)
-    arm = make_arm(side.method, side.budget)
-    cache.choose(lambda count: retrieved_by(arm, count, ANCHORS, None), side.method.own is not None)
-    key, value = torch.randn(2, 1, heads, 1, width, generator=draw)
-
-    def step() -> None:
-        cache.step(query.unsqueeze(2), key, value, width**-0.5)
-        cache.drop(1)  # so that every call reads as much
-
-    return step
 
 
 def table(backbone: Backbone, length: int, sides: list[Side], options: Any) -> None:
