@@ -11,14 +11,12 @@ vocabulary, D = head dimension.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.decode.backend import Backend
@@ -124,12 +122,14 @@ class TextBatch:
         ids = ids.clone(memory_format=torch.contiguous_format)
         positions = positions.clone(memory_format=torch.contiguous_format)
         try:
-            return compiled(self.model, ids, positions, mask)
-        except TorchDynamoException as error:
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"steps of {type(self.model).__name__} are not compiled: {reason}", stacklevel=2)
+            return compiled(ids, positions, mask)
+        except Exception as error:
+            if self._called:
+                raise  # of the step itself, which has begun
             self.compiled = None
-            return logits_of(self.model, ids, positions, mask, self._count, 1)
+            logits = logits_of(self.model, ids, positions, mask, self._count, 1)
+            compiled.give_up(error)  # otherwise the error is the model's own, and was raised again
+            return logits
 
     def _positions(self, ids: Tensor) -> Tensor:
         """Returns the positions [B, T] of new tokens, counted without padding; 0 on padding."""
