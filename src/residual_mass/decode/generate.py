@@ -10,6 +10,7 @@ Shape letters: B = batch rows, L = tokens so far, n = drafts, V = vocabulary.
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -27,15 +28,18 @@ from residual_mass.decode.compiled import step_for
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.session import make_arm, partial_kv, require_maps, require_steps, require_supported
 from residual_mass.decode.text import TextBatch
+from residual_mass.decode.told import tell_once
 from residual_mass.decode.verify import Pass, accept_or_sample, sample
 from residual_mass.kernels.layout import BLOCK
 from residual_mass.methods import Method, method_named
+from residual_mass.methods.served import backends_of
 from residual_mass.model.finite import end_tokens
 from residual_mass.model.layers import attention_layers, device_of
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import Frequencies, frequencies_of
 from residual_mass.spec.settings import AnchorSpec
 
+log = logging.getLogger(__name__)
 MOST_DRAFTS = BLOCK - 1
 """Most drafts of a pass: with the newest token they fill a block of a packed cache."""
 TAKEN = {
@@ -121,7 +125,9 @@ def partial_decoding(
     It decodes greedily or by sampling, with all options of `generate` except beams and drafts, through the first
     backend that serves the method on the model and its device (docs/library.md has the table). A further turn takes the
     cache of the turn before as `past_key_values`, and the whole text as `input_ids`. Where the loop does not know an
-    input, or the model depends on a cache of its own, transformers' loop runs within `partial_kv`.
+    input, or the model depends on a cache of its own, transformers' loop runs within `partial_kv`. Where torch or that
+    loop runs in place of a faster step, a logged warning says why, once for a model and reason; with
+    `return_dict_in_generate` the output's attribute `backend` is what served: "packed", "triton" or "torch".
 
     With `verify` the text is full attention's: greedy, or sampled from the same distribution, for one prompt. The
     method drafts tokens, and one pass of full attention accepts those that it would have generated. Over a packed 4-bit
@@ -176,11 +182,20 @@ def partial_decoding(
         if refusal is not None:
             if compile is True:
                 raise ValueError(f"compile=True is for our own loop, and {refusal}; leave compile out")
-            if PackedBackend.refusal(model, arm) is None and takes_packed(model, input_ids, config, options):
+            unpacked = PackedBackend.refusal(model, arm)
+            if unpacked is None and takes_packed(model, input_ids, config, options):
                 options["past_key_values"] = PackedCache(model, rule)
+            served = "packed" if isinstance(options.get("past_key_values"), PackedCache) else "torch"
+            loop = (
+                f"transformers' own loop decodes {rule.name} on {type(model).__name__} by {served}, not ours: {refusal}"
+            )
+            tell_once(model, log, loop if unpacked is None or len(backends_of(rule)) == 1 else f"{loop}; {unpacked}")
             with warnings.catch_warnings(), partial_kv(model, rule, budget, phi, num_sink, num_tail):
                 warnings.filterwarnings("ignore", "partial_kv: no decode step")  # the first token may be the last
-                return model._sample(input_ids, streamer=streamer, **options)
+                output = model._sample(input_ids, streamer=streamer, **options)
+            if isinstance(output, GenerateDecoderOnlyOutput):
+                output.backend = served
+            return output
         real = padding_of(options.get("attention_mask"))
         room = MOST_DRAFTS if config.max_length is None else config.max_length - input_ids.shape[1]
         backend = backend_for(model, arm, anchors, phi, cache, crop=verify is not None, room=room)
@@ -239,12 +254,14 @@ class Decoding:
             self.streamer.end()
         if not self.config.return_dict_in_generate:
             return ids
-        return GenerateDecoderOnlyOutput(
+        output = GenerateDecoderOnlyOutput(
             sequences=ids,
             scores=self.scores if self.config.output_scores else None,
             logits=self.logits if self.config.output_logits else None,
             past_key_values=self.text.backend.cache,
         )
+        output.backend = self.text.backend.name
+        return output
 
     def _begun(self, ids: Tensor) -> Tensor:
         """Reads the tokens that the backend lacks, all of them where the model would drop its cache. Returns the texts
