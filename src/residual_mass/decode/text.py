@@ -23,9 +23,12 @@ from residual_mass.decode.backend import Backend
 from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
 from residual_mass.model.layers import AttentionWindow, attention_layers, text_config, window_of
+from residual_mass.model.memory import give_back_memory
 
 PIECE = 1024
 """Queries that a layer with a window reads at once."""
+LONG_PROMPT = 2048
+"""Tokens read at once after which freed memory is given back to the system: below, there is little of it."""
 
 
 class TextBatch:
@@ -66,6 +69,8 @@ class TextBatch:
         """Reads a prompt, or more of it, [B, T], exactly; returns the logits [B, 1, V] after its last token."""
         logits = self._forward(self.backend.read, ids, self._positions(ids), 1)
         self.tokens += ids.shape[1]
+        if ids.numel() >= LONG_PROMPT:
+            give_back_memory()
         return logits
 
     def step(self, ids: Tensor) -> Tensor:

@@ -9,10 +9,8 @@ Shape letters: M = rows of activations, N / K = output / input features, g = gro
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from residual_mass.model.memory import give_back_memory
 from residual_mass.model.weight_codes import MIDDLE, codes_of_4_bits, codes_of_8_bits
 
 log = logging.getLogger(__name__)
@@ -399,13 +398,6 @@ def convert_rest(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):
             parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def give_back_memory() -> None:
-    """Returns freed memory to the system where the C library keeps it: glibc holds on to hundreds of MiB here."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def refuse(name: str, *args: Any, **kwargs: Any) -> None:
