@@ -12,6 +12,7 @@ Shape letters: B = batch rows, T = new tokens, V = vocabulary.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -24,6 +25,7 @@ import time
 import types
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,9 +126,13 @@ class Graph:
     def __init__(self) -> None:
         self.made = False
         self.failed = False
+
+    @functools.cached_property
+    def call(self) -> Callable[..., Tensor]:
+        """Computes `_step_logits`; `torch.compile` already looks for inductor's folder, and may fail."""
         # Torch keeps graphs by code object, up to a limit: a copy of it gives a key graphs of its own.
         own = types.FunctionType(_step_logits.__code__.replace(), _step_logits.__globals__)
-        self.call = torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
+        return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
 
 
 class CompiledStep:
