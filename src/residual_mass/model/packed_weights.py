@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from residual_mass.model.memory import give_back_memory
 from residual_mass.model.packed_linear import (
     GROUPS,
     Linear4,
@@ -204,13 +203,6 @@ def settle_rest(model: PreTrainedModel, copy: bool) -> None:
         if fast and dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):
             dtype = torch.bfloat16
         parameter.data = parameter.data.to(dtype, copy=copy)
-
-
-def give_back_memory() -> None:
-    """Returns freed memory to the system where the C library keeps it: glibc holds on to hundreds of MiB here."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def refuse(name: str, *args: Any, **kwargs: Any) -> None:
