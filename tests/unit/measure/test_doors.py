@@ -27,7 +27,6 @@ from residual_mass.model.loading import load_backbone
 from residual_mass.model.supported import require_served
 from residual_mass.runtime import latencies
 from residual_mass.serve import answers as answers_module
-from residual_mass.serve import server
 from residual_mass.serve.answers import ServeSettings, open_answers
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec, MapSpec
@@ -198,7 +197,10 @@ def test_commands_and_stages_refuse_texts_that_change_their_frequencies(
 
 
 @needs(KERNELS)
+@needs(TRANSFORMERS_5)
 def test_a_server_refuses_a_request_that_changes_frequencies(longrope: Folder) -> None:
+    from residual_mass.serve import server
+
     model = AutoModelForCausalLM.from_pretrained(longrope.path)
     answers = open_answers(model, ServeSettings("model", "full", 1.0, None, False, 100, None, "id"))
     ids = torch.randint(2, 250, (1, 250), generator=torch.Generator().manual_seed(1))
