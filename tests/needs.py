@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,10 @@ GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is 
 NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)
 MOUNTS = Need("without the right to mount", "run as root, in a container with CAP_SYS_ADMIN")
 SLURM = Need("without a SLURM of their own", "RESIDUAL_MASS_SLURM=1 make test-all, as root where that may be installed")
+OLDEST_PYTHON = Need(
+    "for the oldest Python alone", "make PYTHON=python3.11 test-all", lambda: sys.version_info < (3, 12)
+)
+INDEX = Need("without a package index", "connect to one, or set PIP_INDEX_URL")
 LOCKED = Need("without the locked packages", "pip install -r requirements.lock")
 
 
