@@ -88,6 +88,12 @@ def _has_bfloat16_attention() -> bool:
     return True
 
 
+def _compiles_steps() -> bool:
+    from residual_mass.kernels.cpu import compiler_refusal
+
+    return compiler_refusal() is None
+
+
 def _major(package: str) -> int:
     return int(version(package).partition(".")[0])
 
@@ -96,6 +102,7 @@ LATEX = Need("without LaTeX", "apt-get install texlive-latex-extra", _has_latex)
 TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
 COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++") is not None)
+COMPILED = Need("where steps are not compiled", "apt-get install g++; unset RESIDUAL_MASS_CPU", _compiles_steps)
 KERNELS = Need("without compiled kernels", "make install where a C++ compiler is", _has_kernels)
 KVPRESS = Need("without kvpress", "pip install kvpress==0.5.5", lambda: find_spec("kvpress") is not None)
 BFLOAT16 = Need("where torch's own attention fails in bfloat16", "unset ATEN_CPU_CAPABILITY", _has_bfloat16_attention)

@@ -12,9 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import shutil
-import sys
 import time
 import types
 import weakref
@@ -26,6 +23,7 @@ from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from transformers import Cache, PreTrainedModel
 
+from residual_mass.kernels.cpu import compiler_refusal
 from residual_mass.model.layers import device_of, text_config
 from residual_mass.model.rotary import frequencies_of
 
@@ -48,10 +46,7 @@ def compile_refusal(model: PreTrainedModel) -> str | None:
         return f"{type(model).__name__} looks up the number of tokens in its cache"
     if frequencies_of(model) is not None:
         return f"{type(model).__name__}'s rotary frequencies depend on the length of the text"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler {compiler}: install one, or name another by the variable CXX"
-    return None
+    return compiler_refusal()
 
 
 def step_for(model: PreTrainedModel, compile: bool | str, batch: int, tokens: int) -> CompiledStep | None:

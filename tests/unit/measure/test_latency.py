@@ -7,12 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from tests.conftest import byte_tokenizer, tiny_llama
-from tests.needs import COMPILER, KERNELS, needs
+from tests.needs import COMPILED, KERNELS, needs
 from tests.unit.measure.test_measuring import parsed
 
 from residual_mass import cli
+from residual_mass.kernels.cpu import has_bfloat16
 from residual_mass.measure.latency import latency_text
-from residual_mass.model.packed_weights import has_bfloat16
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_packed_weights_are_those_of_all_sides(wide: Path, tmp_path: Path, capsy
 
 
 @needs(KERNELS)
-@needs(COMPILER)
+@needs(COMPILED)
 @pytest.mark.slow
 def test_compiled_steps_are_those_of_methods_alone(
     wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
