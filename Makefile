@@ -37,7 +37,7 @@ test-all: $(STAMP) $(TRITON)
 # With ATEN_CPU_CAPABILITY=default, avx2 or avx512, torch sums in the order of other CPUs. It does not check this CPU: without AVX-512 it would end with an illegal instruction.
 test-numeric: $(STAMP)
 	@if [ "$$ATEN_CPU_CAPABILITY" = avx512 ] && ! grep -qw avx512bw /proc/cpuinfo; then echo "no AVX-512 here, so nothing is tested"; \
-	else $(PYTEST) -m "not slow and not gpu" $(addprefix tests/unit/,core kernels methods model diagnostics training runtime); fi
+	else $(PYTEST) -m "not slow and not gpu" $(addprefix tests/unit/,core kernels methods model decode measure diagnostics training runtime); fi
 
 lint: $(STAMP)
 	python -m ruff check .

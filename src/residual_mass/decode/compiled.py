@@ -17,9 +17,6 @@ import hashlib
 import inspect
 import json
 import logging
-import os
-import shutil
-import sys
 import threading
 import time
 import types
@@ -38,6 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
 from residual_mass.decode.told import tell_once
+from residual_mass.kernels.cpu import compiler_refusal
 from residual_mass.model.layers import device_of, text_config
 from residual_mass.model.rotary import frequencies_of
 
@@ -66,10 +64,7 @@ def compile_refusal(model: PreTrainedModel) -> str | None:
         return f"{type(model).__name__} looks up the number of tokens in its cache"
     if frequencies_of(model).change:
         return f"{type(model).__name__}'s rotary frequencies depend on the length of the text"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler {compiler}: install one, or name another by the variable CXX"
-    return None
+    return compiler_refusal()
 
 
 def step_for(model: PreTrainedModel, compile: bool | str, batch: int, tokens: int) -> CompiledStep | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from residual_mass.kernels.cpu import has_bfloat16
 from residual_mass.model.memory import give_back_memory
 from residual_mass.model.packed_linear import (
     GROUPS,
@@ -177,12 +178,6 @@ def untie(model: PreTrainedModel) -> None:
             for config in (module.config, module.config.get_text_config(decoder=True)):
                 config.tie_word_embeddings = False
     model.all_tied_weights_keys = {}
-
-
-def has_bfloat16() -> bool:
-    """Returns whether this CPU multiplies matrices in bfloat16 by instructions of its own, as far as torch knows."""
-    queries = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, query, bool)() for query in queries)
 
 
 def settle_rest(model: PreTrainedModel, copy: bool) -> None:

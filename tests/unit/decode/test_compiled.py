@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.needs import KERNELS, needs
+from tests.needs import COMPILED, KERNELS, needs
 from tests.unit.model.families import FAMILIES, Family, cases
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -20,6 +20,8 @@ from transformers.generation import BaseStreamer
 from residual_mass import PackedCache, partial_decoding, partial_generate
 from residual_mass.decode import compiled
 from residual_mass.decode.backends import loop_refusal
+
+pytestmark = needs(COMPILED)
 
 SCAN = "scan4_regression_64"
 

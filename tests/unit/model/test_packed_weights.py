@@ -221,18 +221,6 @@ def test_the_rest_is_in_bfloat16_where_that_is_fast(
     assert model.model.embed_tokens(ids_of(3)).dtype == expected
 
 
-@pytest.mark.parametrize("query", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
-def test_torch_is_asked_for_the_instructions(query: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
-    assert not packed_weights.has_bfloat16()
-    monkeypatch.setattr(torch.cpu, query, lambda: True)
-    assert packed_weights.has_bfloat16()
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.delattr(torch.cpu, name)
-    assert not packed_weights.has_bfloat16()
-
-
 def test_routers_and_layers_with_hooks_stay() -> None:
     model = tiny_llama(layers=2)
     layer = model.model.layers[0]
