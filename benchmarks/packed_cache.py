@@ -26,18 +26,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from residual_mass.benchmarks.ruler import assets_data, build_examples
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import Backend, Prefill
 from residual_mass.decode.packed_backend import PackedBackend
-from residual_mass.decode.session import make_arm
+from residual_mass.decode.recording import prefill
 from residual_mass.decode.terms import retrieved_by
-from residual_mass.decode.text import TextBatch
+from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache, load
 from residual_mass.measure.steps import Side, prefilled_cache, random_keys, timed
 from residual_mass.methods import method_named
+from residual_mass.methods.arms import arm_of
 from residual_mass.methods.served import packing_of
 from residual_mass.methods.step_bytes import kept_bytes, most_retrieved, step_bytes
-from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, encode, load_backbone
 from residual_mass.spec.settings import AnchorSpec
 from residual_mass.texts.corpora import held_out_corpus
@@ -65,11 +65,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     full, cache8 = method_named("full"), method_named("cache8")
-    sides = [Side(full, None, False), Side(full, None, True), Side(cache8, 0.01, True)]
+    sides = [Side(full, None, False), Side(full, None, True), Side(cache8, None, True)]
     arms = [(method_named(name), budget / 100) for name in options.methods for budget in options.budgets]
     sides += [Side(*arm, True) for arm in arms]
     if not options.no_torch:
-        sides += [Side(method_named("cache4_rotated"), 0.01, False), *(Side(*arm, False) for arm in arms)]
+        sides += [Side(method_named("cache4_rotated"), None, False), *(Side(*arm, False) for arm in arms)]
     if options.layer:
         return layers(sides, options)
     backbone = load_backbone(SMOL, options.assets, torch.device("cpu"))
@@ -114,7 +114,7 @@ def layer(side: Side, length: int, sizes: list[int]) -> Callable[[], object]:
     if packing is None or library is None:
         raise ValueError(f"no kernels for {side}")
     cache = LayerCache(library, keys, values, [0], bits=packing.bits, clusters=packing.clusters)
-    arm = make_arm(side.method, side.budget)
+    arm = arm_of(side.method, side.budget)
     cache.choose(lambda count: retrieved_by(arm, count, ANCHORS, None), side.method.own is not None)
     key, value = torch.randn(2, 1, heads, 1, width, generator=draw)
 
@@ -200,7 +200,7 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
             kept = cache.nbytes
             reads = sum(layer.packed.read_bytes(shape.group) for layer in cache.layers)
         else:
-            k = retrieved_by(make_arm(side.method, side.budget), length, ANCHORS, None)
+            k = retrieved_by(arm_of(side.method, side.budget), length, ANCHORS, None)
             step = shape.step(length, anchors=ANCHORS.sink + ANCHORS.tail)
             step = step._replace(retrieved=most_retrieved(side.method, k, step))
             heads = shape.layers * shape.kv_heads
@@ -215,7 +215,7 @@ def measured(backbone: Backbone, read: Prefill, sides: list[Side], rounds: int) 
 def backend_of(backbone: Backbone, read: Prefill, side: Side) -> Backend:
     """Returns a backend that holds the prompt."""
     kind = PackedBackend if side.packed else TorchBackend
-    backend = kind.open(backbone.model, make_arm(side.method, side.budget), ANCHORS, None, None, False, 0)
+    backend = kind.open(backbone.model, arm_of(side.method, side.budget), ANCHORS, None, None, 0)
     backend.take(read)
     return backend
 
@@ -223,7 +223,7 @@ def backend_of(backbone: Backbone, read: Prefill, side: Side) -> Backend:
 @torch.no_grad()
 def forced(backbone: Backbone, tokens: Tensor, backend: Backend) -> Tensor:
     """Returns log probabilities [T, V] after each token, with the tokens [1, T] given to the model one by one."""
-    text = TextBatch(backbone.model, backend)
+    text = Text(backbone.model, backend)
     return torch.stack([text.step(token)[0, -1].log_softmax(-1) for token in tokens.split(1, dim=1)])
 
 

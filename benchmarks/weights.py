@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_mass import pack_weights
+from residual_mass.decode.recording import prefill
 from residual_mass.measure.steps import Side
 from residual_mass.methods import method_named
-from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.packed_weights import PackedLinear, bytes_of
 from residual_mass.timing import time_in_turns

@@ -16,16 +16,15 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tests.masked_topk import masked_topk
 from tests.unit.model.families import FAMILIES
 from tests.unit.model.test_decoding import random_maps
-from tests.unit.model.test_forced import MaskedTopK
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main
-from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.spec.settings import AnchorSpec
@@ -144,7 +143,7 @@ def masked_log_probs(
 ) -> torch.Tensor:
     """[T] of the tokens after the first one behind the prefix: top-K by a mask over one pass of the plain model."""
     k = retrieved_count(budget * 100, prefix, anchors.sink + anchors.tail)
-    with torch.no_grad(), attention_hook(backbone.model, MaskedTopK(prefix, k, anchors)):
+    with torch.no_grad(), masked_topk(backbone.model, prefix, k, anchors):
         logits = backbone.model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, prefix:]
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[prefix + 1 :]).unsqueeze(-1)).squeeze(-1)
 
