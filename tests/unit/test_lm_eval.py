@@ -16,15 +16,16 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tests.masked_topk import masked_topk
 from tests.unit.model.families import FAMILIES
 from tests.unit.model.test_decoding import random_maps
+from tests.unit.model.test_forced import MaskedTopK
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main
+from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.spec.settings import AnchorSpec
@@ -143,7 +144,7 @@ def masked_log_probs(
 ) -> torch.Tensor:
     """[T] of the tokens after the first one behind the prefix: top-K by a mask over one pass of the plain model."""
     k = retrieved_count(budget * 100, prefix, anchors.sink + anchors.tail)
-    with torch.no_grad(), masked_topk(backbone.model, prefix, k, anchors):
+    with torch.no_grad(), attention_hook(backbone.model, MaskedTopK(prefix, k, anchors)):
         logits = backbone.model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, prefix:]
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[prefix + 1 :]).unsqueeze(-1)).squeeze(-1)
 
@@ -176,9 +177,7 @@ def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, mon
     from residual_mass.decode import engine
 
     model, read, forward = PartialKV(**options_of(tiny_backbone)), [], engine.prefill
-    monkeypatch.setattr(
-        engine, "prefill", lambda model, prompts, _: read.append(len(prompts[0])) or forward(model, prompts)
-    )
+    monkeypatch.setattr(engine, "prefill", lambda model, ids: read.append(len(ids[0])) or forward(model, ids))
     pairs = [(text, choice) for text in ("a" * 50, "b" * 60) for choice in ("A", "B", "yes", "yet")]
     answers = model.loglikelihood(instances("loglikelihood", *pairs))
     assert read == [59, 49]
@@ -290,3 +289,9 @@ def test_a_wrong_argument_on_the_command_line_is_one_line(
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert said == "partial_kv: error: budget=20 is not a share of the prompt's tokens in (0, 1]: for 20 % write 0.2\n"
+
+
+@pytest.mark.filterwarnings("error:method")
+@pytest.mark.parametrize("method", ["full", "cache8"])
+def test_the_default_budget_is_not_for_methods_that_choose_no_tokens(tiny_backbone: Backbone, method: str) -> None:
+    assert PartialKV(**options_of(tiny_backbone, method=method)).get_model_info()["partial_kv"]["budget"] is None
