@@ -18,8 +18,7 @@ from residual_mass.decode.torch_backend import TorchBackend, with_room
 from residual_mass.gpu.backend import TritonBackend
 from residual_mass.gpu.device import kernels_run_on
 from residual_mass.methods.arms import Arm
-from residual_mass.model.layers import attention_layers, require_keys_of_its_own, text_config
-from residual_mass.model.phi_maps import HeadShape, PhiMaps
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
@@ -67,17 +66,6 @@ def terms_on(device: torch.device) -> Callable[..., Terms]:
     from residual_mass.gpu.terms import PrefixTerms
 
     return PrefixTerms()
-
-
-def require_served(model: PreTrainedModel, arm: Arm, phi: PhiMaps | None) -> None:
-    """Raises ValueError, in one line, for a model that no method works on, and for maps that are missing, not needed or
-    of another head shape.
-    """
-    require_maps(arm, phi)
-    attention_layers(model)
-    require_keys_of_its_own(model)
-    if arm.needs_maps:
-        phi.require(HeadShape.of(text_config(model)))
 
 
 def require_maps(arm: Arm, phi: PhiMaps | None) -> None:

@@ -25,11 +25,12 @@ from transformers.generation import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.configuration_utils import GenerationMode
 
-from residual_mass.decode.backends import backend_for, require_maps, require_served
+from residual_mass.decode.backends import backend_for, require_maps
 from residual_mass.decode.compiled import step_for
+from residual_mass.decode.generation_settings import require_settings
 from residual_mass.decode.packed_backend import PackedCache
+from residual_mass.decode.supported import require_served
 from residual_mass.decode.text import Text
 from residual_mass.methods import Method
 from residual_mass.methods.arms import Arm, arm_of
@@ -267,7 +268,7 @@ class Decoding:
         """Continues texts [B, L] with the options that `generate` prepared."""
         config = options["generation_config"]
         self.require(model)
-        require_plain_mode(config)
+        require_settings(config)
         inputs = taken_inputs(model, ids, options)
         prompt = ids
         if "inputs_embeds" in inputs:  # `ids` are tokens after these vectors, usually none
@@ -284,13 +285,13 @@ class Decoding:
         output = continued(
             text, ids, logits, config, options["logits_processor"], options["stopping_criteria"], streamer
         )
-        for layer in text.full_layers:
-            self.steps[layer] += text.tokens - before
+        if text.tokens > before:
+            self.steps.update(dict.fromkeys(text.full_layers, text.tokens - before))
         return output
 
 
 def read(text: Text, ids: Tensor, size: int | None, inputs: dict[str, Any]) -> Tensor:
-    """Reads the tokens of prompts [B, L] that a text lacks, `size` at a time; returns the logits [B, 1, V] after them."""
+    """Reads the tokens of prompts [B, L] that a text lacks, `size` at a time; returns the logits [B, 1, V] after."""
     whole = bool(inputs) or text.frequencies.change
     if whole or (not text.backend.reads_batches_in_parts and (len(ids) > 1 or text.real is not None)):
         size = None
@@ -355,27 +356,6 @@ def continued(
 
 
 # ---- what the loop takes ---------------------------------------------------------------------------------------------
-
-
-def require_plain_mode(config: GenerationConfig) -> None:
-    """Raises ValueError unless `generate` decodes greedily or by sampling, one token of each text a step."""
-    mode = config.get_generation_mode()
-    if mode == GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            "a method reads one token a step, not drafts of several: leave out assistant_model, "
-            "prompt_lookup_num_tokens and assistant_early_exit"
-        )
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"a method does not support {mode.value.replace('_', ' ')}, which moves rows between steps or reads other "
-            "layers: generate greedily or by sampling, with num_beams=1"
-        )
-    if config.guidance_scale not in (None, 1):
-        raise ValueError("a method reads one text, but guidance_scale needs a second one: leave it out")
-    if config.output_attentions:
-        raise ValueError("a method computes no attention weights: unset output_attentions")
-    if config.output_hidden_states:
-        raise ValueError("our loop keeps no hidden states: unset output_hidden_states")
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:

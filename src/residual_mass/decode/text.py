@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.decode.backend import Backend, LayerCall
 from residual_mass.decode.compiled import CompiledStep, logits_of
@@ -150,7 +150,8 @@ class Text:
                 logits = logits_of(self.model, ids, positions, unmasked(ids), None, keep)
         if len(self._called) < len(self.windows):
             missing = sorted(set(self.windows) - self._called)
-            raise RuntimeError(f"layers {missing} of {type(self.model).__name__} bypassed the attention function")
+            name = type(self.model).__name__
+            raise ValueError(f"{name} bypasses transformers' attention interface in layers {missing}")
         return logits
 
     def _logits_with_states(self, ids: Tensor, positions: Tensor, keep: int, inputs: dict[str, Any]) -> Tensor:
@@ -207,7 +208,9 @@ class Text:
         """
         module = self.layers[index]
         if index in self._called:
-            raise ValueError(f"{type(module).__name__} attends several times to one token, which is not supported")
+            raise ValueError(
+                f"{type(module).__name__} attends several times to one token in a layer, which no method follows"
+            )
         self._called.add(index)
         call = LayerCall(module, query, key, value, mask, scale)
         window = self.windows[index]
@@ -267,7 +270,8 @@ class States(Cache):
     """
 
     def __init__(self, text: Text) -> None:
-        super().__init__(layers=text.backend.cache.layers)
+        held = getattr(text.backend, "cache", None) or DynamicCache(config=text.model.config)
+        super().__init__(layers=held.layers)
         self.text = text
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
