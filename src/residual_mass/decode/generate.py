@@ -288,8 +288,8 @@ class Decoding:
         output = continued(
             text, ids, logits, config, options["logits_processor"], options["stopping_criteria"], streamer
         )
-        for layer in text.full_layers:
-            self.steps[layer] += text.tokens - before
+        if text.tokens > before:
+            self.steps.update(dict.fromkeys(text.full_layers, text.tokens - before))
         return output
 
 
@@ -408,8 +408,8 @@ def require_counted(positions: Tensor | None, mask: Tensor | None, columns: tupl
     """Raises ValueError unless positions [B, L] of a prompt are what the loop counts, without padding."""
     if positions is None or positions.ndim != 2:
         return
-    counted = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
-    counted = counted.cumsum(1) - 1
+    real = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
+    counted = real.cumsum(1) - 1
     own = positions.cpu().expand(columns[0], -1)
-    if own.shape != counted.shape or bool(((own != counted) & (counted >= 0)).any()):
+    if own.shape != counted.shape or bool(((own != counted) & real.bool()).any()):
         raise ValueError("our loop counts positions itself: leave out position_ids")

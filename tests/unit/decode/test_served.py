@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from residual_mass import partial_decoding, partial_generate
 from residual_mass.decode.backends import BACKENDS, backend_for, loop_refusal
-from residual_mass.methods.arms import arm_of
 from residual_mass.methods import METHODS, Method, QuantisedScan, ScanRegression, names
+from residual_mass.methods.arms import arm_of
 from residual_mass.methods.served import backends_of
 from residual_mass.spec.settings import AnchorSpec
 

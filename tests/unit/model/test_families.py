@@ -18,8 +18,7 @@ from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
-from residual_mass.decode.generate import partial_decoding, partial_generate
-from residual_mass.decode.session import partial_kv
+from residual_mass.decode.generate import partial_decoding, partial_generate, partial_kv
 from residual_mass.decode.text import PIECE
 from residual_mass.model.hook import visible_columns
 from residual_mass.model.layers import AttentionWindow, require_attention_alone
