@@ -449,7 +449,10 @@ def test_texts_that_a_cache_does_not_hold_are_refused(model: PreTrainedModel) ->
         ({"input_ids": ids_of(0)}, r"takes one prompt \[1, L\], not \[1, 0\]"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0, not above 0"),
         ({"method": "topk_phi"}, r"method topk_phi needs phi maps: pass phi=PhiMaps.load\(...\)"),
-        ({"method": "topk_mean", "phi": maps_of(HeadShape(2, 4, 2, 8))}, "method topk_mean uses no phi maps: leave phi"),
+        (
+            {"method": "topk_mean", "phi": maps_of(HeadShape(2, 4, 2, 8))},
+            "method topk_mean uses no phi maps: leave phi",
+        ),
         ({"budget": None}, "method topk chooses tokens: give a budget, such as budget=0.02"),
         ({"compile": "always"}, "compile is 'always', not True, False or \"auto\""),
     ],
