@@ -54,7 +54,7 @@ class Backend(ABC):
 
     name: ClassVar[str]
     knows_columns: ClassVar[bool] = False
-    """Whether the backend itself knows which columns a query sees. It then gets the calls of all layers, and no masks."""
+    """Whether the backend itself knows which columns a query sees. It then gets calls of all layers, without masks."""
     repeats = False
     """Whether steps will be taken again after `crop`, so that each is worth recording."""
     records = False

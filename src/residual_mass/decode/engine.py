@@ -24,10 +24,10 @@ from residual_mass.decode.backend import Prefill
 from residual_mass.decode.backends import terms_on
 from residual_mass.decode.prefix import Map, PrefixLayer, Summary, build_prefix, summarise_prefix
 from residual_mass.decode.recording import prefill
+from residual_mass.decode.supported import require_served
 from residual_mass.decode.terms import retrieved_by
 from residual_mass.decode.text import Text
 from residual_mass.model.finite import end_tokens, greedy, model_at_fault
-from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import MAPS_AT_FAULT, PhiMaps
 from residual_mass.model.rotary import frequencies_of
@@ -88,7 +88,7 @@ class SharedPrefillEngine:
         work: tokens and seconds of all calls.
 
     Raises:
-        ValueError: an arm's maps are missing, or belong to another backbone; `require_attention_alone` refuses it.
+        ValueError: an arm's maps are missing, or belong to another backbone; `require_served` refuses the model.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SharedPrefillEngine:
         self.anchors = anchors
         self.nominal_length = nominal_length
         self.work = Work()
-        require_attention_alone(backbone.model)
+        require_served(backbone.model)
         self.frequencies = frequencies_of(backbone.model)
         given: Mapping[str | None, PhiMaps] = {}
         if isinstance(phi, Mapping):

@@ -25,11 +25,12 @@ from transformers.generation import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.configuration_utils import GenerationMode
 
-from residual_mass.decode.backends import backend_for, require_maps, require_served
+from residual_mass.decode.backends import backend_for, require_maps
 from residual_mass.decode.compiled import step_for
+from residual_mass.decode.generation_settings import require_settings
 from residual_mass.decode.packed_backend import PackedCache
+from residual_mass.decode.supported import require_served
 from residual_mass.decode.text import Text
 from residual_mass.methods import Method
 from residual_mass.methods.arms import Arm, arm_of
@@ -120,6 +121,9 @@ def partial_decoding(
     model and its device (docs/library.md has the table). A further turn takes the cache of the turn before as
     `past_key_values`, and the whole text as `input_ids`; its new tokens are read exactly, too. Layers with a sliding
     window or chunks attend exactly, and recurrent layers are the model's own.
+
+    Where torch runs in place of a faster step, a logged warning says why, once for a model and reason; with
+    `return_dict_in_generate` the output's attribute `backend` is what served: "packed", "triton" or "torch".
 
     Generated tokens are read exactly. At every 64 of them they join the prompt: from then on they are retrieved and
     estimated like the prompt's tokens, and the budget is a share of both.
@@ -267,7 +271,7 @@ class Decoding:
         """Continues texts [B, L] with the options that `generate` prepared."""
         config = options["generation_config"]
         self.require(model)
-        require_plain_mode(config)
+        require_settings(config)
         inputs = taken_inputs(model, ids, options)
         prompt = ids
         if "inputs_embeds" in inputs:  # `ids` are tokens after these vectors, usually none
@@ -284,13 +288,13 @@ class Decoding:
         output = continued(
             text, ids, logits, config, options["logits_processor"], options["stopping_criteria"], streamer
         )
-        for layer in text.full_layers:
-            self.steps[layer] += text.tokens - before
+        if text.tokens > before:
+            self.steps.update(dict.fromkeys(text.full_layers, text.tokens - before))
         return output
 
 
 def read(text: Text, ids: Tensor, size: int | None, inputs: dict[str, Any]) -> Tensor:
-    """Reads the tokens of prompts [B, L] that a text lacks, `size` at a time; returns the logits [B, 1, V] after them."""
+    """Reads the tokens of prompts [B, L] that a text lacks, `size` at a time; returns the logits [B, 1, V] after."""
     whole = bool(inputs) or text.frequencies.change
     if whole or (not text.backend.reads_batches_in_parts and (len(ids) > 1 or text.real is not None)):
         size = None
@@ -346,36 +350,17 @@ def continued(
         streamer.end()
     if not config.return_dict_in_generate:
         return ids
-    return GenerateDecoderOnlyOutput(
+    output = GenerateDecoderOnlyOutput(
         sequences=ids,
         scores=kept_scores if config.output_scores else None,
         logits=kept_logits if config.output_logits else None,
         past_key_values=text.backend.cache,
     )
+    output.backend = text.backend.name
+    return output
 
 
 # ---- what the loop takes ---------------------------------------------------------------------------------------------
-
-
-def require_plain_mode(config: GenerationConfig) -> None:
-    """Raises ValueError unless `generate` decodes greedily or by sampling, one token of each text a step."""
-    mode = config.get_generation_mode()
-    if mode == GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            "a method reads one token a step, not drafts of several: leave out assistant_model, "
-            "prompt_lookup_num_tokens and assistant_early_exit"
-        )
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(
-            f"a method does not support {mode.value.replace('_', ' ')}, which moves rows between steps or reads other "
-            "layers: generate greedily or by sampling, with num_beams=1"
-        )
-    if config.guidance_scale not in (None, 1):
-        raise ValueError("a method reads one text, but guidance_scale needs a second one: leave it out")
-    if config.output_attentions:
-        raise ValueError("a method computes no attention weights: unset output_attentions")
-    if config.output_hidden_states:
-        raise ValueError("our loop keeps no hidden states: unset output_hidden_states")
 
 
 def padding_of(mask: Tensor | None) -> Tensor | None:
@@ -423,8 +408,8 @@ def require_counted(positions: Tensor | None, mask: Tensor | None, columns: tupl
     """Raises ValueError unless positions [B, L] of a prompt are what the loop counts, without padding."""
     if positions is None or positions.ndim != 2:
         return
-    counted = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
-    counted = counted.cumsum(1) - 1
+    real = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
+    counted = real.cumsum(1) - 1
     own = positions.cpu().expand(columns[0], -1)
-    if own.shape != counted.shape or bool(((own != counted) & (counted >= 0)).any()):
+    if own.shape != counted.shape or bool(((own != counted) & real.bool()).any()):
         raise ValueError("our loop counts positions itself: leave out position_ids")

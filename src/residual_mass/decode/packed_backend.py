@@ -404,6 +404,7 @@ def packing_refusal(model: PreTrainedModel, method: Method) -> str | None:
         return f"the CPU kernels serve {served}, not {method.name}"
     try:
         layers = attention_layers(model)
+        width = HeadShape.of(text_config(model)).head_dim
     except ValueError as error:
         return str(error)
     config = text_config(model)
@@ -418,7 +419,6 @@ def packing_refusal(model: PreTrainedModel, method: Method) -> str | None:
         plain = type(held[layer.layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
         if window_of(layer) is None and not plain:
             return f"{type(model).__name__} has states beside the keys in a layer"
-    width = HeadShape.of(config).head_dim
     if width not in WIDTHS:
         return f"the kernels take heads of {', '.join(map(str, WIDTHS))} channels, not {width}"
     if load() is None:

@@ -97,6 +97,7 @@ class TritonBackend(CacheBackend):
             return f"the Triton kernels serve methods that choose by the scores of all keys, not {arm.rule.name}"
         try:
             require_plain(model)
+            shape = HeadShape.of(text_config(model))
         except ValueError as error:
             return str(error)
         device = device_of(model)
@@ -107,7 +108,7 @@ class TritonBackend(CacheBackend):
             return f"the Triton kernels compute in float32, and the model in {dtype}"
         if not weights_stay_on(model, device) or frequencies_of(model).change:
             return f"{type(model).__name__} moves its weights or changes its frequencies while it decodes"
-        return shape_refusal(HeadShape.of(text_config(model)), arm.rule, phi)
+        return shape_refusal(shape, arm.rule, phi)
 
     @classmethod
     def open(

@@ -20,9 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from residual_mass.decode.backends import backend_for, require_maps, require_served
+from residual_mass.decode.backends import backend_for, require_maps
 from residual_mass.decode.engine import NotFiniteError
 from residual_mass.decode.generate import partial_kv
+from residual_mass.decode.supported import require_served
 from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.methods import method_named

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import GenerationConfig
 
+from residual_mass.decode.supported import require_served
 from residual_mass.files import sha256_text
 from residual_mass.measure.arguments import EMBEDDED, Arguments
 from residual_mass.measure.documents import require_assets
 from residual_mass.measure.names import printable, require_utf8, title_of
 from residual_mass.model.identity import digest_of, files_digest, identity_of
-from residual_mass.model.layers import require_attention_alone
 from residual_mass.model.loading import Backbone, load_backbone, load_config
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.spec.specs import BackboneSpec
@@ -29,14 +30,17 @@ def load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
     """Loads a model as it is. Its identity is of its files and of what they became in memory.
 
     Raises:
-        ValueError: it cannot be loaded, or needs more of earlier tokens than keys and values.
+        ValueError: it cannot be loaded, or no method works on it.
     """
     return _identified(_load(spec, args, device))
 
 
 def _load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
     loaded = load_backbone(spec, args.assets, device)
-    require_attention_alone(loaded.model)
+    require_served(loaded.model)
+    saved = loaded.model.generation_config
+    ends = {"eos_token_id": saved.eos_token_id, "pad_token_id": saved.pad_token_id}
+    loaded.model.generation_config = GenerationConfig(**ends)  # beams or penalties are not what is measured
     return loaded
 
 

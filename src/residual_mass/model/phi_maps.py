@@ -41,8 +41,23 @@ class HeadShape:
 
     @classmethod
     def of(cls, config: Any) -> HeadShape:
-        """Reads the shape from a transformers model configuration; of one with images or sound, that of the text."""
+        """Reads the shape from a transformers model configuration; of one with images or sound, that of the text.
+
+        Raises:
+            ValueError: layers have numbers or widths of heads of their own.
+        """
         config = config.get_text_config(decoder=True)
+        try:
+            return cls._common(config)
+        except (AttributeError, RuntimeError) as error:  # transformers' own for what varies between layers
+            reason, *_ = str(error).split(". ")
+            raise ValueError(
+                f"{type(config).__name__} has no shape of heads for all layers ({reason}), which only partial_kv does "
+                "without"
+            ) from None
+
+    @classmethod
+    def _common(cls, config: Any) -> HeadShape:
         query_heads = config.num_attention_heads
         without_positions = getattr(config, "qk_nope_head_dim", None)
         if without_positions is not None:  # latent attention: a key for every head

@@ -19,7 +19,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from residual_mass.decode.generate import padding_of, partial_decoding, require_plain_mode
+from residual_mass.decode.generate import padding_of, partial_decoding
+from residual_mass.decode.generation_settings import require_settings
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.files import read_json
 from residual_mass.methods import method_named
@@ -171,7 +172,7 @@ class Answers:
         if (config.num_return_sequences or 1) > 1:
             return f"num_return_sequences={config.num_return_sequences} asks for several texts"
         try:
-            require_plain_mode(config)
+            require_settings(config)
         except ValueError as error:
             return str(error)
         return None

@@ -123,7 +123,7 @@ def test_stop_strings(served: Any, printable: Path) -> None:
         ({"cache_implementation": "static"}, "cache_implementation"),
         ({"num_return_sequences": 2, "do_sample": True}, "several texts"),
         ({"prompt_lookup_num_tokens": 3}, "drafts"),
-        ({"use_cache": False}, "needs the cache"),
+        ({"output_attentions": True}, "attention weights"),
     ],
 )
 def test_full_attention_answers_the_rest(
