@@ -316,7 +316,7 @@ def test_pages_and_studies_recommend_what_the_registry_does() -> None:
     methods = (ROOT / "docs/methods.md").read_text("utf-8")
     first, second = re.findall(r"^\| [^|]+ \| `(\w+)`", methods, re.M)[:2]
     assert (first, second) == (RECOMMENDED, FEWEST_BYTES)
-    for page in ("README.md", "docs/library.md", "docs/kvpress.md"):
+    for page in ("README.md", "docs/library.md"):
         named = set(re.findall(r'method="(scan\w+)"', (ROOT / page).read_text("utf-8")))
         assert named == {RECOMMENDED}, page
     for study in ("mini", "methods"):  # a study's page opens with its last method

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from residual_mass.model.supported import require_served
 from tests.conftest import byte_tokenizer, save_tiny, tiny_llama
 from tests.needs import KERNELS, TRANSFORMERS_5, needs
 from tests.records import give_manifest
@@ -182,8 +181,6 @@ def test_commands_and_stages_refuse_texts_that_change_their_frequencies(
 ) -> None:
     said = line_of(capsys, lambda: measured(longrope, "--length", "200", "--tokens", "100"))
     assert "keep prompts and answers on one side of 256 tokens" in said
-    said = line_of(capsys, lambda: measured(longrope, "--latency", "128", "256"))
-    assert "asks for texts of 256 to 266 tokens" in said
     spec = replace(backbone_spec, name="tiny", context=1024)
     with pytest.raises(ValueError, match="^" + CHANGES.format("252 to 257") + "$"):
         forced(longrope, spec, "252")
