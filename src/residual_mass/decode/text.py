@@ -44,7 +44,8 @@ class Text:
     Args:
         model: one that `attention_layers` does not refuse.
         backend: owns the keys and values; it may hold earlier turns.
-        real: [B, C] bool, False on padding, of the columns that are held and of those to read; None without padding.
+        real: [B, C] bool, False on padding, of the columns that are held and of those to read; None without padding. It
+            may be anywhere, but before all tokens if layers have windows or states.
         compiled: takes single steps, if the backend does not replay them; None calls the model itself.
 
     Attributes:
@@ -71,11 +72,22 @@ class Text:
         self.frequencies = frequencies_of(model)
         self.rotations = changing_rotations(model)
         self.states = States(self) if keeps_states(model) else None
+        if real is not None and not backend.knows_columns:
+            self._require_padding_first(real)
         self.has_images = False
         """Whether the prompt is more than ids or vectors of tokens: the model then makes positions and masks itself."""
         self._called: set[int] = set()
         self._attend: Callable[[LayerCall], Tensor] = backend.read
         self._masks: dict[tuple[AttentionWindow | None, int, int], Tensor | None] = {}
+
+    def _require_padding_first(self, real: Tensor) -> None:
+        """Raises ValueError for padding behind a token, which windows and recurrent states would take for one."""
+        counts_columns = self.states is not None or len(self.full_layers) < len(self.windows)
+        if counts_columns and bool((real[:, :-1] & ~real[:, 1:]).any()):
+            raise ValueError(
+                f"{type(self.model).__name__} has layers with windows or states, which count padding behind a token: "
+                'pad on the left (padding_side="left")'
+            )
 
     @property
     def full_layers(self) -> list[int]:
