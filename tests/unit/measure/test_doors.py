@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from residual_mass.model.supported import require_served
 from tests.conftest import byte_tokenizer, save_tiny, tiny_llama
 from tests.needs import KERNELS, TRANSFORMERS_5, needs
 from tests.records import give_manifest
@@ -23,7 +24,6 @@ from residual_mass import cli, partial_generate, partial_kv
 from residual_mass.benchmarks import force
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.supported import require_served
 from residual_mass.runtime import latencies
 from residual_mass.serve.answers import ServeSettings, open_answers
 from residual_mass.spec.arms import ArmSpec

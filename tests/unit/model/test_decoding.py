@@ -138,7 +138,7 @@ def test_a_layer_that_does_not_go_through_the_hook_is_told(
         return torch.zeros_like(hidden_states), None
 
     monkeypatch.setattr(layer, "forward", bypassing)
-    with pytest.raises(ValueError, match=r"^LlamaForCausalLM bypasses transformers' attention interface in layers \[1\]$"):
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM bypasses .* attention interface in layers \[1\]$"):
         SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:2], 4)
     assert not hooked(tiny_backbone)
 
