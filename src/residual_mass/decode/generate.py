@@ -174,6 +174,7 @@ def partial_kv(
     Raises:
         ValueError: as for `partial_decoding`; contexts on one model are nested.
     """
+    attention_layers(model)
     inner = unwrapped(model)
     session = Session(inner, Decoding(arm_of(method, budget), AnchorSpec(num_sink, num_tail), phi, compile), cache)
     if isinstance(getattr(vars(inner).get("generate"), "__self__", None), Session):
@@ -403,7 +404,7 @@ def require_counted(positions: Tensor | None, mask: Tensor | None, columns: tupl
     """Raises ValueError unless positions [B, L] of a prompt are what the loop counts, without padding."""
     if positions is None or positions.ndim != 2:
         return
-    real = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
+    real = torch.ones(columns, dtype=torch.long, device="cpu") if mask is None else mask.cpu()
     counted = real.cumsum(1) - 1
     own = positions.cpu().expand(columns[0], -1)
     if own.shape != counted.shape or bool(((own != counted) & real.bool()).any()):
