@@ -291,3 +291,9 @@ def test_a_wrong_argument_on_the_command_line_is_one_line(
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert said == "partial_kv: error: budget=20 is not a share of the prompt's tokens in (0, 1]: for 20 % write 0.2\n"
+
+
+@pytest.mark.filterwarnings("error:method")
+@pytest.mark.parametrize("method", ["full", "cache8"])
+def test_the_default_budget_is_not_for_methods_that_choose_no_tokens(tiny_backbone: Backbone, method: str) -> None:
+    assert PartialKV(**options_of(tiny_backbone, method=method)).get_model_info()["partial_kv"]["budget"] is None

@@ -122,6 +122,9 @@ def partial_decoding(
     `past_key_values`, and the whole text as `input_ids`; its new tokens are read exactly, too. Layers with a sliding
     window or chunks attend exactly, and recurrent layers are the model's own.
 
+    Where torch runs in place of a faster step, a logged warning says why, once for a model and reason; with
+    `return_dict_in_generate` the output's attribute `backend` is what served: "packed", "triton" or "torch".
+
     Generated tokens are read exactly. At every 64 of them they join the prompt: from then on they are retrieved and
     estimated like the prompt's tokens, and the budget is a share of both.
 
@@ -348,12 +351,14 @@ def continued(
         streamer.end()
     if not config.return_dict_in_generate:
         return ids
-    return GenerateDecoderOnlyOutput(
+    output = GenerateDecoderOnlyOutput(
         sequences=ids,
         scores=kept_scores if config.output_scores else None,
         logits=kept_logits if config.output_logits else None,
         past_key_values=text.backend.cache,
     )
+    output.backend = text.backend.name
+    return output
 
 
 # ---- what the loop takes ---------------------------------------------------------------------------------------------
