@@ -36,7 +36,7 @@ from transformers import Cache, PreTrainedModel
 
 from residual_mass.decode.told import tell_once
 from residual_mass.kernels.cpu import compiler_refusal
-from residual_mass.model.layers import device_of, text_config
+from residual_mass.model.layers import device_of, keeps_states, text_config
 from residual_mass.model.rotary import frequencies_of
 
 REPAID = 6000
@@ -60,8 +60,8 @@ def compile_refusal(model: PreTrainedModel) -> str | None:
     """Returns why a model's step cannot be compiled here, in one line; None if nothing is known against it."""
     if device_of(model).type != "cpu":
         return "steps are compiled for CPUs alone"
-    if getattr(text_config(model), "attn_temperature_tuning", False):
-        return f"{type(model).__name__} looks up the number of tokens in its cache"
+    if keeps_states(model):
+        return f"{type(model).__name__} keeps more of a text than keys and values, or takes more than tokens"
     if frequencies_of(model).change:
         return f"{type(model).__name__}'s rotary frequencies depend on the length of the text"
     return compiler_refusal()

@@ -21,12 +21,10 @@ from tests.unit.decode.reference import masked_logits
 from residual_mass.benchmarks import force
 from residual_mass.benchmarks.catalogue import harness_requests
 from residual_mass.benchmarks.store import RowStore, StoredRow
-from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.files import sha256_of
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import DRAFTED
 from residual_mass.spec.settings import AnchorSpec, MapsSpec
 from residual_mass.spec.specs import BackboneSpec, ForcedPromptsSpec, ForceSpec
 from residual_mass.texts.corpora import held_out_corpus
@@ -241,55 +239,6 @@ def test_budgets_of_the_prompt_s_own_length(spec: ForceSpec, stage: Stage, backb
         own = len(stage.ids(backbone.tokenizer, text, task, index)) - 1 if text == "ruler" else 1024
         assert set(ks) == {math.ceil(0.12 * own) - 20} and min(ks) > 0
     assert rows.k.nunique() > 2
-
-
-# ---- drafts ----------------------------------------------------------------------------------------------------------
-
-
-def test_forced_drafts_differ_first_where_free_ones_do(
-    spec: ForceSpec, undisturbed: Stage, backbone: Backbone, phi: Path, tmp_path: Path
-) -> None:
-    """The engine reads a prompt exactly and decodes on by itself; its first token is the last one before a draft."""
-    arms = tuple(
-        ArmSpec(name, None if name == "full" else 3.0, "1k" if name == "topk_phi" else None)
-        for name in ("full", "topk", "topk_phi", "scan4_moments")
-    )
-    engine = SharedPrefillEngine(backbone, arms, spec.anchors, {"1k": PhiMaps.load(phi)}, 1024)
-    prompts = [ids[:1024] for ids in documents(spec, backbone, undisturbed.assets)]
-    free = [[one.tokens for one in engine.generate([prompt], DRAFTED + 1)[0]] for prompt in prompts]
-    spec = replace(spec, drafts=1, arms=arms, arms_of_documents=(), maps=spec.maps[:1])
-    begun = [[*prompt, full[0]] for prompt, (full, *_) in zip(prompts, free, strict=True)]
-    out = tmp_path / "forced.parquet"
-    drafts = list(force.following(spec, "books", begun, ()))
-    force.write_forced(spec, drafts, "tiny", lambda: backbone, {"1k": phi}, tmp_path / "store.jsonl", out)
-    rows = pd.read_parquet(out)
-    firsts = []
-    for (index, method), forced in rows.groupby(["index", "method"]):
-        full, own = free[index][0][1:], free[index][[arm.method for arm in arms].index(method)][1:]
-        assert forced.token.tolist() == full and set(forced.continuation) == {"draft"} and "full" != method
-        same = [one == other for one, other in zip(full, own, strict=False)]
-        firsts.append(same.index(False) if False in same else len(full))
-        assert (forced["first"].tolist().index(False) if not forced["first"].all() else len(full)) == firsts[-1]
-    assert len(firsts) == 3 * len(prompts) and len(set(firsts)) > 2
-
-
-def test_drafts_start_at_several_places_of_a_document(
-    spec: ForceSpec, stage: Stage, finished: pd.DataFrame, backbone: Backbone
-) -> None:
-    """Beside the rows that there were, which are not computed again."""
-    alone = replace(spec, asked=(), documents=1)
-    before = stage(alone)
-    rows = stage(replace(alone, drafts=2))
-    drafts = rows[rows.continuation == "draft"]
-    pd.testing.assert_frame_equal(rows[rows.continuation != "draft"].reset_index(drop=True), before)
-    assert drafts[["method", "maps"]].drop_duplicates().values.tolist() == [
-        ["topk", ""], ["topk_phi", "1k"], ["topk_phi", "512"]
-    ]  # fmt: skip
-    ids = documents(spec, backbone, stage.assets)[0]
-    for place, of_place in drafts.groupby((drafts.position == 0).cumsum() - 1):
-        prompt = ids[: 1024 + 1 - DRAFTED * (place // 3)]
-        own = backbone.model.generate(torch.tensor([prompt]), max_new_tokens=DRAFTED, do_sample=False)
-        assert of_place.token.tolist() == own[0, len(prompt) :].tolist() and set(of_place.k) == {11}
 
 
 # ---- right answers ---------------------------------------------------------------------------------------------------
