@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
@@ -45,8 +46,6 @@ REPAID_FROM_DISK = 1200
 """The same, of what is compiled already and is on disk: some 10 s."""
 MOST_GRAPHS = 16
 """Keys of a model whose graphs are kept, those that were used last."""
-OPTIONS = {"size_asserts": False, "alignment_asserts": False}
-"""Of inductor: our operation returns what its fake says, so that its checks of every tensor only cost time."""
 
 log = logging.getLogger(__name__)
 _graphs: weakref.WeakKeyDictionary[PreTrainedModel, dict[Key, Graph]] = weakref.WeakKeyDictionary()
@@ -127,7 +126,7 @@ class Graph:
         """Computes `_step_logits`; `torch.compile` already looks for inductor's folder, and may fail."""
         # Torch keeps graphs by code object, up to a limit: a copy of it gives a key graphs of its own.
         own = types.FunctionType(_step_logits.__code__.replace(), _step_logits.__globals__)
-        return torch.compile(own, fullgraph=True, dynamic=False, options=OPTIONS)
+        return torch.compile(own, fullgraph=True, dynamic=False, options=options_here())
 
 
 class CompiledStep:
@@ -269,6 +268,18 @@ def logits_of(
     return output.logits
 
 
+def options_here() -> dict[str, bool | int]:
+    """Returns options of inductor for this CPU.
+
+    Our operation returns what its fake says, so that inductor's checks of every tensor only cost time. The width of
+    vectors is what inductor would choose by itself; named, it is a part of the key under which a graph is on disk.
+    Without it, a folder that CPUs share gives one of them the loops of another, and other numbers.
+    """
+    instructions = pick_vec_isa()
+    bits = instructions.bit_width() if instructions else 1
+    return {"size_asserts": False, "alignment_asserts": False, "cpp.simdlen": bits}
+
+
 def _record(model: PreTrainedModel, batch: int) -> Path:
     """Returns the file which says that inductor's folder holds the step of a model of this shape.
 
@@ -276,7 +287,7 @@ def _record(model: PreTrainedModel, batch: int) -> Path:
         OSError: there is no folder, and it cannot be made.
     """
     parts = [text_config(model).to_json_string(), torch.__version__, transformers.__version__]
-    parts += [str(batch), str(torch.get_num_threads()), str(torch.is_inference_mode_enabled())]
+    parts += [str(batch), str(torch.get_num_threads()), str(torch.is_inference_mode_enabled()), str(options_here())]
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         parts.append(f"{name} {tensor.dtype} {list(tensor.shape)}")
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()

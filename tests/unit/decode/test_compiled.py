@@ -358,6 +358,24 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["stats"]["unique_graph
 
 
 @pytest.mark.slow
+def test_a_folder_of_graphs_is_shared_by_cpus_of_several_kinds(tmp_path: Path) -> None:
+    """Inductor alone finds the loops of the first kind for the second, which runs them over vectors of another width."""
+    script = """
+import torch
+from tests.unit.decode.test_compiled import answered, assert_same, ids_of, small_model
+model = small_model()
+ids = ids_of(2, 20)
+assert_same(*(answered(model, ids, 9, compile, "topk_moments") for compile in (True, False)))
+"""
+    for capability in ("avx2", None, "default"):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment.pop("ATEN_CPU_CAPABILITY", None)
+        if capability is not None:
+            environment["ATEN_CPU_CAPABILITY"] = capability
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+@pytest.mark.slow
 @cases(family for family in FAMILIES if family.refusal is None)
 def test_every_family_is_one_graph_or_is_refused(family: Family) -> None:
     model = family.build()
