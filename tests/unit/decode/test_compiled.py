@@ -359,7 +359,7 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["stats"]["unique_graph
 
 @pytest.mark.slow
 def test_a_folder_of_graphs_is_shared_by_cpus_of_several_kinds(tmp_path: Path) -> None:
-    """Inductor alone finds the loops of the first kind for the second, which runs them over vectors of another width."""
+    """Inductor alone finds the loops of the first kind for the second, over vectors of another width."""
     script = """
 import torch
 from tests.unit.decode.test_compiled import answered, assert_same, ids_of, small_model
