@@ -177,6 +177,7 @@ def partial_kv(
     Raises:
         ValueError: as for `partial_decoding`; contexts on one model are nested.
     """
+    attention_layers(model)
     inner = unwrapped(model)
     session = Session(inner, Decoding(arm_of(method, budget), AnchorSpec(num_sink, num_tail), phi, compile), cache)
     if isinstance(getattr(vars(inner).get("generate"), "__self__", None), Session):
@@ -299,6 +300,8 @@ def read(text: Text, ids: Tensor, size: int | None, inputs: dict[str, Any]) -> T
     if whole or (not text.backend.reads_batches_in_parts and (len(ids) > 1 or text.real is not None)):
         size = None
     unread = ids[:, text.tokens :]
+    if "position_ids" in inputs:
+        inputs = inputs | {"position_ids": inputs["position_ids"][..., -unread.shape[1] :]}
     for piece in unread.split(size or unread.shape[1], 1):
         logits = text.read(piece, **inputs)
     return logits
@@ -376,7 +379,9 @@ def taken_inputs(model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -
     Raises:
         ValueError: the loop does not take the inputs of a call of `generate`.
     """
-    more = {name: value for name, value in options.items() if name not in TAKEN and value is not None}
+    # `generate` encodes images by itself: an empty dict, where there are none.
+    given = {name: value for name, value in options.items() if name not in TAKEN and value is not None}
+    more = {name: value for name, value in given.items() if not isinstance(value, dict) or value}
     if more and model.config is text_config(model):
         raise ValueError(f"our loop reads only tokens: leave out {', '.join(sorted(more))}")
     vectors = options.get("inputs_embeds")
@@ -399,8 +404,11 @@ def taken_inputs(model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -
     length = getattr(options["generation_config"], "_mask_length", columns[1]) if mask is None else mask.shape[1]
     if length != columns[1] or (mask is not None and mask.ndim != 2):
         raise ValueError("input_ids must hold the whole text of all turns, and attention_mask [B, L] cover it")
-    if not more.keys() - {"inputs_embeds"}:
-        require_counted(options.get("position_ids"), mask, columns)
+    positions = options.get("position_ids")
+    if positions is not None and positions.ndim == 3:  # of a model that counts images in several dimensions
+        more["position_ids"] = positions
+    elif not more.keys() - {"inputs_embeds"}:
+        require_counted(positions, mask, columns)
     return more
 
 
@@ -408,7 +416,7 @@ def require_counted(positions: Tensor | None, mask: Tensor | None, columns: tupl
     """Raises ValueError unless positions [B, L] of a prompt are what the loop counts, without padding."""
     if positions is None or positions.ndim != 2:
         return
-    real = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
+    real = torch.ones(columns, dtype=torch.long, device="cpu") if mask is None else mask.cpu()
     counted = real.cumsum(1) - 1
     own = positions.cpu().expand(columns[0], -1)
     if own.shape != counted.shape or bool(((own != counted) & real.bool()).any()):

@@ -22,7 +22,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from residual_mass.decode.backend import Backend, LayerCall
 from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
-from residual_mass.model.layers import AttentionWindow, attention_layers, keeps_states, window_of
+from residual_mass.model.layers import AttentionWindow, attention_layers, has_recurrent_layers, keeps_states, window_of
 from residual_mass.model.memory import give_back_memory
 from residual_mass.model.rotary import changing_rotations, frequencies_of, frequencies_of_each_call
 
@@ -45,7 +45,8 @@ class Text:
     Args:
         model: one that `attention_layers` does not refuse.
         backend: owns the keys and values; it may hold earlier turns.
-        real: [B, C] bool, False on padding, of the columns that are held and of those to read; None without padding.
+        real: [B, C] bool, False on padding, of the columns that are held and of those to read; None without padding. It
+            may be anywhere, but before all tokens if layers have windows or states.
         compiled: takes single steps, if the backend does not replay them; None calls the model itself.
 
     Attributes:
@@ -72,11 +73,26 @@ class Text:
         self.frequencies = frequencies_of(model)
         self.rotations = changing_rotations(model)
         self.states = States(self) if keeps_states(model) else None
+        if real is not None and not backend.knows_columns:
+            self._require_padding_first(real)
         self.has_images = False
-        """Whether the prompt is more than ids or vectors of tokens: the model then makes positions and masks itself."""
+        """Whether the prompt is more than ids or vectors of tokens: the model then makes positions itself."""
+        self.reads_images = False
+        """Whether the running call reads them: the model then makes masks itself, too."""
+        self.last_positions: Tensor | None = None
+        """[N, B, 1] of the last token in N dimensions, if the caller gave positions of a prompt with images."""
         self._called: set[int] = set()
         self._attend: Callable[[LayerCall], Tensor] = backend.read
         self._masks: dict[tuple[AttentionWindow | None, int, int], Tensor | None] = {}
+
+    def _require_padding_first(self, real: Tensor) -> None:
+        """Raises ValueError for padding behind a token, which windows and recurrent states would take for one."""
+        counts_columns = self.states is not None or len(self.full_layers) < len(self.windows)
+        if counts_columns and bool((real[:, :-1] & ~real[:, 1:]).any()):
+            raise ValueError(
+                f"{type(self.model).__name__} has layers with windows or states, which count padding behind a token: "
+                'pad on the left (padding_side="left")'
+            )
 
     @property
     def full_layers(self) -> list[int]:
@@ -89,13 +105,18 @@ class Text:
         Args:
             ids: [B, T].
             inputs: of the model's forward pass, for a whole prompt: `inputs_embeds` [B, T, ...] in place of the ids, or
-                images beside them.
+                images beside them; and `position_ids` [N, B, T] of a model that counts in N dimensions.
 
         Returns:
             The logits [B, 1, V] after the last token.
         """
-        logits = self._forward(self.backend.read, ids, 1, **inputs)
-        self.tokens += ids.shape[1]
+        if self.tokens and not inputs and has_recurrent_layers(self.model):
+            pieces = ids.split(1, 1)  # some recurrent layers take several tokens only where there is no state yet
+        else:
+            pieces = (ids,)
+        for piece in pieces:
+            logits = self._forward(self.backend.read, piece, 1, **inputs)
+            self.tokens += piece.shape[1]
         if ids.numel() >= LONG_PROMPT:
             give_back_memory()
         return logits
@@ -122,12 +143,17 @@ class Text:
 
     def copy(self) -> Text:
         """Returns a text that goes on by itself."""
-        return Text(self.model, self.backend.copy(), self.real, self.compiled)
+        other = Text(self.model, self.backend.copy(), self.real, self.compiled)
+        other.has_images = self.has_images
+        other.last_positions = self.last_positions
+        return other
 
     def crop(self, tokens: int) -> None:
         """Forgets the last tokens of every row, which were steps."""
         self.backend.crop(tokens)
         self.tokens -= tokens
+        if self.last_positions is not None:
+            self.last_positions = self.last_positions - tokens
 
     def _forward(
         self,
@@ -159,12 +185,20 @@ class Text:
 
     def _logits_with_states(self, ids: Tensor, positions: Tensor, keep: int, inputs: dict[str, Any]) -> Tensor:
         """Calls a model that keeps states, counts its tokens, or takes more than token ids."""
-        if set(inputs) - {"inputs_embeds"}:
-            self.has_images = True
+        self.reads_images = bool(set(inputs) - {"inputs_embeds", "position_ids"})
+        self.has_images = self.has_images or self.reads_images
+        own = inputs.pop("position_ids", None)
+        if own is None and self.last_positions is not None:
+            own = self.last_positions + torch.arange(1, ids.shape[1] + 1, device=ids.device)
+        if own is not None:
+            self.last_positions = own[..., -1:]
+            positions = own
+        elif self.has_images:
+            positions = None
         mask = None if self.real is None else self.real[:, : self.tokens + ids.shape[1]].long()
         output = self.model(
             input_ids=None if "inputs_embeds" in inputs else ids,
-            position_ids=None if self.has_images else positions,
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=self.states,
             use_cache=self.states is not None,

@@ -195,6 +195,8 @@ class TorchBackend(CacheBackend):
 
     def _prefix_length(self, call: LayerCall, start: int) -> int:
         """Returns the columns of a layer's prefix for the token in column `start`, after tokens have joined it."""
+        if call.index not in self._real:  # no turn has read more than the cache held
+            self._real[call.index] = self._held_columns(call, start)
         real = self._real[call.index]
         length = real.shape[1]
         if not self.joins or start - length < BLOCK:
@@ -204,6 +206,12 @@ class TorchBackend(CacheBackend):
             joined = joined & call.mask[:, 0, -1, length : length + BLOCK]
         self._real[call.index] = torch.cat((real, joined), 1)
         return length + BLOCK
+
+    def _held_columns(self, call: LayerCall, count: int) -> Tensor:
+        """Returns which of the first columns [B, `count`] hold tokens, as the new tokens see them."""
+        if call.mask is None:
+            return torch.ones(len(call.query), count, dtype=torch.bool, device=call.query.device)
+        return call.mask[:, 0, 0, :count].expand(len(call.query), -1).clone()
 
     def _partial(self, call: LayerCall, length: int) -> Tensor:
         """Computes the attention [B, T, Hq, D] of new tokens through the method.

@@ -189,7 +189,7 @@ def _computed(
     text = getattr(running, "text", None)
     if text is not None:
         scale = scale_of(module, query, scaling, options)
-        visible = visible_columns(module, mask) if text.has_images else None
+        visible = visible_columns(module, mask) if text.reads_images else None
         return text.attend(module.layer_idx, query, key, value, scale, visible), None
     if id(module.config) in getattr(running, "only", ()):
         raise ValueError(
@@ -207,12 +207,12 @@ def _computed(
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Makes the mask of a call: none for a text of ours, which knows its columns unless it has images; the model's own
-    for other threads.
+    """Makes the mask of a call: none for a text of ours, which knows its columns unless it reads images; that of the
+    model for other threads.
     """
     text = getattr(running, "text", None)
     if text is not None:
-        return sdpa_mask(*args, **kwargs) if text.has_images else None
+        return sdpa_mask(*args, **kwargs) if text.reads_images else None
     config = kwargs.get("config")
     name = "sdpa" if config is None else _original_name(config)
     return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)

@@ -115,22 +115,27 @@ def _uses_interface(kind: type) -> bool:
     return False
 
 
+def has_recurrent_layers(model: PreTrainedModel) -> bool:
+    """Returns whether layers keep states other than keys and values."""
+    layers = len(attention_layers(model))
+    return bool(getattr(model, "_is_stateful", False)) or layers != text_config(model).num_hidden_layers
+
+
 def keeps_states(model: PreTrainedModel) -> bool:
     """Returns whether a model keeps more of a text than keys and values: recurrent states, or the number of tokens,
     which it looks up in its cache; or whether it takes more than tokens.
     """
     config = text_config(model)
-    if getattr(model, "_is_stateful", False) or len(attention_layers(model)) != config.num_hidden_layers:
+    if has_recurrent_layers(model):
         return True
     return bool(getattr(config, "attn_temperature_tuning", False)) or model.config is not config
 
 
 def require_attention_alone(model: PreTrainedModel) -> None:
     """Raises ValueError if a pass needs more of the tokens before it than their keys and values in every layer."""
-    layers = attention_layers(model)
     name = type(model).__name__
     config = text_config(model)
-    if getattr(model, "_is_stateful", False) or len(layers) != config.num_hidden_layers:
+    if has_recurrent_layers(model):
         raise ValueError(f"{name} has layers with states other than keys and values, which only generation supports")
     if getattr(config, "attn_temperature_tuning", False):
         raise ValueError(

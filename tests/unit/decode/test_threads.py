@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.decode.test_generate import BUDGET, FEW, LOGITS, family, generated, ids_of, padded
+from tests.unit.decode.test_loop import BUDGET, FEW, LOGITS, family, generated, ids_of, padded
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 

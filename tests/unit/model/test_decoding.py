@@ -20,12 +20,10 @@ from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.generate import partial_generate, partial_kv
 from residual_mass.decode.recording import Recording
 from residual_mass.decode.text import Text
-from residual_mass.methods import METHODS
 from residual_mass.model.layers import attention_layers
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 ANCHORS = AnchorSpec(4, 16)
@@ -102,22 +100,6 @@ def test_full_in_bfloat16_is_the_unmodified_backbone(seed: int, tmp_path: Path) 
         assert generated(backbone, padded, 32, mask) == expected
 
 
-def test_an_arm_or_a_prompt_alone_gives_the_tokens_that_it_gives_in_the_batch(
-    tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
-) -> None:
-    arms = ARMS + [
-        ArmSpec(one.name, (18.0, 25.0)[i % 2]) for i, one in enumerate(METHODS) if one.name not in PAPER_METHODS
-    ]
-    together = run(tiny_backbone, arms, phi, prompts)
-    for a, arm in enumerate(arms):
-        assert run(tiny_backbone, [arm], phi, prompts[1:3]) == [[row[a]] for row in together[1:3]], arm
-    for e, prompt in enumerate(prompts):
-        assert run(tiny_backbone, arms, phi, [prompt]) == [together[e]], e
-        assert run(tiny_backbone, [arms[e]], phi, [prompt]) == [[together[e][e]]]
-    longest = together[2][: len(ARMS)]
-    assert len({tuple(tokens) for tokens in longest}) > 4, "the arms must differ, or equality shows nothing"
-
-
 def backbone_of(heads: int, kv_heads: int) -> Backbone:
     return Backbone(TINY, tiny_llama(layers=2, heads=heads, kv_heads=kv_heads), byte_tokenizer(), "tiny")
 
@@ -138,9 +120,7 @@ def test_a_layer_that_does_not_go_through_the_hook_is_told(
         return torch.zeros_like(hidden_states), None
 
     monkeypatch.setattr(layer, "forward", bypassing)
-    with pytest.raises(
-        ValueError, match=r"^LlamaForCausalLM bypasses transformers' attention interface in layers \[1\]$"
-    ):
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM bypasses .* attention interface in layers \[1\]$"):
         SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:2], 4)
     assert not hooked(tiny_backbone)
 

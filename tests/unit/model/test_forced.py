@@ -33,10 +33,9 @@ def engine_of(backbone: Backbone) -> SharedPrefillEngine:
 
 
 @torch.no_grad()
-def one_by_one(engine: SharedPrefillEngine, prompts: list[list[int]], tokens: list[list[int]], dense: bool) -> Tensor:
-    """Log-probabilities [prompts, arms, T, V] of the engine's decode steps, fed with given tokens.
-
-    For dense states, the arms' generated keys and values are replaced before each step by those of full attention.
+def one_by_one(engine: SharedPrefillEngine, prompts: list[list[int]], tokens: list[list[int]]) -> Tensor:
+    """Log-probabilities [prompts, arms, T, V] of the engine's decode steps, fed with given tokens; before each step the
+    arms' generated keys and values are replaced by those of full attention.
     """
     layers, _ = engine.read(prompts)
     lengths = [len(prompt) for prompt in prompts]
@@ -44,9 +43,9 @@ def one_by_one(engine: SharedPrefillEngine, prompts: list[list[int]], tokens: li
     steps = []
     text = engine.text(decoder, lengths)
     for step in range(T):
-        if dense:
-            copy_full_into_arms(decoder, lengths, step)
-        steps.append(text.step(torch.tensor([[tokens[e][step]] for e in range(len(prompts)) for _ in ARMS]))[:, 0])
+        copy_full_into_arms(decoder, lengths, step)
+        ids = torch.tensor([[tokens[e][step]] for e in range(len(prompts)) for _ in ARMS])
+        steps.append(text.step(ids)[:, 0])
     return torch.stack(steps, dim=1).log_softmax(-1).unflatten(0, (len(prompts), len(ARMS)))
 
 
@@ -59,32 +58,23 @@ def copy_full_into_arms(decoder: Any, lengths: list[int], step: int) -> None:
             keys[rows], values[rows] = (x[:, :, lengths[e] : lengths[e] + step] for x in cache)
 
 
-def as_a_chunk(engine: SharedPrefillEngine, prompt: list[int], tokens: list[int], dense: bool) -> Tensor:
-    """Log-probabilities [arms, T, V] of the same."""
-    decoder = ForcedDecoder(engine, prompt)
-    full, layers = decoder.full(tokens)
-    partial = decoder.logits(ARMS[1:], tokens, layers if dense else None)
-    return torch.stack([full, *partial]).log_softmax(-1)
-
-
 @SHAPES
-@pytest.mark.parametrize("dense", [False, True], ids=["own", "dense"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_a_chunk_equals_its_tokens_one_by_one(
-    dtype: torch.dtype, tolerance: float, dense: bool, heads: int, kv_heads: int
-) -> None:
+def test_a_chunk_over_dense_states_equals_its_tokens_one_by_one(heads: int, kv_heads: int) -> None:
+    """Over the arms' own states it is in the table of tests/unit/decode."""
     backbone = backbone_of(heads, kv_heads)
-    backbone.model.to(dtype)
+    backbone.model.double()
     engine = engine_of(backbone)
     prompts, tokens = random_ids(*LENGTHS), random_ids(*[T] * len(LENGTHS))
-    steps = one_by_one(engine, prompts, tokens, dense)
+    steps = one_by_one(engine, prompts, tokens)
     for e, prompt in enumerate(prompts):
-        chunk = as_a_chunk(engine, prompt, tokens[e], dense)
-        torch.testing.assert_close(chunk, steps[e], atol=tolerance, rtol=tolerance)
+        decoder = ForcedDecoder(engine, prompt)
+        full, layers = decoder.full(tokens[e])
+        chunk = torch.stack([full, *decoder.logits(ARMS[1:], tokens[e], layers)]).log_softmax(-1)
+        torch.testing.assert_close(chunk, steps[e], atol=1e-10, rtol=1e-10)
     # The longest prompt has a mid-region, so that the arms differ from each other and from full attention there.
     ends = steps[0, :, -1]
-    assert torch.pdist(ends[[0, 1, 2, 4, 5, 8]].double()).min() > 1e-3, "equal arms would show nothing"
-    torch.testing.assert_close(ends[[3, 6]], ends[[0, 0]], atol=max(tolerance, 1e-4), rtol=0)  # everything retrieved
+    assert torch.pdist(ends[[0, 1, 2, 4, 5, 8]]).min() > 1e-3, "equal arms would show nothing"
+    torch.testing.assert_close(ends[[3, 6]], ends[[0, 0]], atol=1e-9, rtol=0)  # everything retrieved
 
 
 def test_a_layer_that_skips_the_hook_is_refused(tiny_backbone: Backbone) -> None:

@@ -22,10 +22,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
+from residual_mass.decode.backend import LayerCall
 from residual_mass.decode.backends import backend_for
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
-from residual_mass.decode.recording import prefill
+from residual_mass.decode.recording import Recording, prefill
 from residual_mass.decode.text import Text
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.methods.arms import arm_of
@@ -117,9 +118,11 @@ def test_the_limit_is_where_the_model_changes_its_keys(name: str) -> None:
     assert frequencies_of(build(name)).limit == LIMIT
     first = []
     for length in (LIMIT, LIMIT + 1, LIMIT + 2):
-        first.append(prefill(build(name), [[5] * length]).layers[0][0][:, :, 1])
+        cache = build(name)(torch.full((1, length), 5)).past_key_values
+        first.append(cache.layers[0].keys[:, :, 1])
     assert not torch.equal(first[0], first[1])
     assert torch.equal(first[1], first[2]) == (name != "dynamic NTK")
+    assert torch.equal(prefill(build(name), [[5] * LIMIT]).layers[0][0][:, :, 1], first[0])
 
 
 def within(model: PreTrainedModel, ids: Tensor, method: str = "topk", budget: float = 1.0) -> Tensor:
@@ -136,10 +139,10 @@ def by_hand(model: PreTrainedModel, ids: Tensor) -> Tensor:
     text = Text(model, backend_for(model, arm_of("topk", 1.0)))
     with torch.no_grad():
         logits = text.read(ids)
-        for _ in range(NEW):
+        for _ in range(NEW - 1):
             ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
             logits = text.step(ids[:, -1:])
-    return ids
+    return torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
 
 
 WAYS: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {
@@ -271,14 +274,13 @@ def test_the_engine_refuses_texts_that_change_their_frequencies(name: str, lengt
     topk = ArmSpec("topk", 100.0)
     with pytest.raises(ValueError, match=line_of(name)):
         engine_of(model).generate([prompt], NEW)
-    decoder = ForcedDecoder(engine_of(model, topk), prompt)
     for work in (
-        lambda: decoder.greedy(5, NEW),
-        lambda: decoder.full([5] * NEW),
-        lambda: list(decoder.logits([topk], [5] * NEW)),
+        lambda decoder: decoder.greedy(5, NEW),
+        lambda decoder: decoder.full([5] * NEW),
+        lambda decoder: list(decoder.logits([topk], [5] * NEW)),
     ):
         with pytest.raises(ValueError, match=line_of(name)):
-            work()
+            work(ForcedDecoder(engine_of(model, topk), prompt))
 
 
 @names
@@ -338,8 +340,14 @@ def test_lm_eval_refuses_generation_beyond_the_limit() -> None:
 
 
 def test_hooks_are_removed() -> None:
-    model = build("Phi-3")
-    with pytest.raises(KeyError), partial_kv(model, "topk", 0.5):
-        assert model.model.rotary_emb._forward_hooks
+    """Also after an error within a call."""
+    model, met = build("dynamic NTK"), []
+
+    def fails(call: LayerCall) -> None:
+        met.append(len(model.model.rotary_emb._forward_hooks) + len(model.model.rotary_emb._forward_pre_hooks))
         raise KeyError
-    assert not model.model.rotary_emb._forward_hooks
+
+    with pytest.raises(KeyError):
+        Text(model, Recording(fails)).read(ids_of(20))
+    assert met == [1]
+    assert not model.model.rotary_emb._forward_hooks and not model.model.rotary_emb._forward_pre_hooks

@@ -20,7 +20,7 @@ from residual_mass.gpu.backend import TritonBackend
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.runtime.decoders import TextDecoder
-from residual_mass.runtime.prototype import PrototypeDecoder
+from residual_mass.runtime.prototype import PrototypeBackend
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.labels import PAPER_METHODS
 from residual_mass.spec.settings import AnchorSpec, MapSpec
@@ -71,7 +71,8 @@ def test_both_decode_what_the_engine_decodes(
     read = prefill(tiny_backbone.model, prompts)
     k = retrieved_by(arm, LENGTH, ANCHORS, None)
     ours = decoder_of(TorchBackend, tiny_backbone.model, arm, phi, fresh(read))
-    prototype = PrototypeDecoder(tiny_backbone.model, fresh(read), method, k, ANCHORS, phi, STEPS)
+    model = tiny_backbone.model
+    prototype = TextDecoder(model, PrototypeBackend(model, fresh(read), method, k, ANCHORS, phi), STEPS)
     for decoder in (ours, prototype):
         for _ in range(2):  # a second run starts from the same prompt
             decoder.prepare()
@@ -92,7 +93,8 @@ def test_graphs_replay_what_runs_without_them(
     plain = decoder_of(TorchBackend, backbone.model, arm, phi, fresh(read))
     recorded = decoder_of(TritonBackend, backbone.model, arm, phi, fresh(read))
     k = retrieved_by(arm, LENGTH, ANCHORS, None)
-    prototype = PrototypeDecoder(backbone.model, fresh(read), method, k, ANCHORS, phi, STEPS)
+    model = backbone.model
+    prototype = TextDecoder(model, PrototypeBackend(model, fresh(read), method, k, ANCHORS, phi), STEPS)
     for first in (read.next_token, read.next_token + 1, read.next_token):
         for decoder in (plain, recorded, prototype):
             decoder.prepare()

@@ -1,0 +1,142 @@
+"""One prompt, method and budget give the same tokens and logits by every door of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from tests.conftest import TINY, byte_tokenizer, tiny_llama
+from tests.needs import KERNELS, needs
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from residual_mass import partial_decoding, partial_generate, partial_kv
+from residual_mass.decode.backends import backend_for
+from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.forced import ForcedDecoder
+from residual_mass.decode.text import Text
+from residual_mass.lm_eval import PartialKV
+from residual_mass.methods import method_named
+from residual_mass.methods.arms import arm_of
+from residual_mass.model.loading import Backbone
+from residual_mass.serve.answers import ServeSettings, open_answers
+from residual_mass.spec.arms import ArmSpec
+from residual_mass.spec.settings import AnchorSpec
+
+PROMPT = 4 * "The quick brown fox jumps over the lazy dog. "
+GIVEN = " And then it sleeps"
+NEW = 8
+METHODS = ["full", "topk", "topk_moments", "cache8", "scan4_regression_64"]
+methods = pytest.mark.parametrize("method", METHODS)
+pytestmark = needs(KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@cache
+def model() -> PreTrainedModel:
+    """In float64, in which no code flips; heads of a width that the kernels serve."""
+    made = tiny_llama(layers=2, heads=2, kv_heads=1, width=64).double().requires_grad_(False)
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def ids_of(text: str) -> Tensor:
+    return torch.tensor([byte_tokenizer()(text, add_special_tokens=False).input_ids])
+
+
+def budget_of(method: str) -> float | None:
+    return 0.2 if method_named(method).chooses else None
+
+
+def text_of(method: str) -> Text:
+    return Text(model(), backend_for(model(), arm_of(method, budget_of(method))))
+
+
+@cache
+def by_hand(method: str) -> tuple[list[int], Tensor]:
+    """Greedy tokens, and the logits [T, V] that each was taken from."""
+    text, tokens = text_of(method), []
+    logits = [text.read(ids_of(PROMPT))]
+    for _ in range(NEW):
+        tokens.append(int(logits[-1].argmax()))
+        logits.append(text.step(torch.tensor([[tokens[-1]]])))
+    assert text.backend.name == ("packed" if method in ("cache8", "scan4_regression_64") else "torch")
+    return tokens, torch.cat(logits, 1)[0]
+
+
+def assert_same(method: str, output: Any) -> None:
+    tokens, logits = by_hand(method)
+    assert output.sequences[0, len(PROMPT) :].tolist() == tokens
+    torch.testing.assert_close(torch.cat(output.logits), logits[:-1].float(), rtol=0, atol=1e-5)
+
+
+OPTIONS = {
+    "max_new_tokens": NEW, "do_sample": False, "output_logits": True, "return_dict_in_generate": True,
+    "pad_token_id": 1,
+}  # fmt: skip
+
+
+@methods
+def test_generate_within_the_context_or_with_the_loop(method: str) -> None:
+    ids = ids_of(PROMPT)
+    settings = {"method": method, "budget": budget_of(method)}
+    options = OPTIONS | {"attention_mask": torch.ones_like(ids)}
+    assert_same(method, model().generate(ids, custom_generate=partial_decoding(**settings), **options))
+    with partial_kv(model(), **settings):
+        assert_same(method, model().generate(ids, **options))
+    found = partial_generate(model(), ids, max_new_tokens=NEW, **settings)
+    assert found[0, len(PROMPT) :].tolist() == by_hand(method)[0]
+
+
+@methods
+def test_a_continuation_of_a_measurement(method: str) -> None:
+    """Which reads the prompt once for all arms, and the given tokens at once."""
+    arm = ArmSpec(method, None if method == "full" else 20.0)
+    engine = SharedPrefillEngine(Backbone(TINY, model(), byte_tokenizer(), "m"), [arm], AnchorSpec(), None, None)
+    decoder = ForcedDecoder(engine, ids_of(PROMPT)[0].tolist())
+    tokens, logits = by_hand(method)
+    torch.testing.assert_close(decoder.served(arm, tokens), logits[1:], rtol=0, atol=1e-5)
+    if method in ("full", "topk", "topk_moments"):
+        of_arms = decoder.full(tokens)[0] if method == "full" else next(decoder.logits([arm], tokens))
+        torch.testing.assert_close(of_arms, logits[1:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["cache8", "scan4_regression_64"])
+def test_a_served_folder(method: str) -> None:
+    budget = budget_of(method) or 1.0
+    settings = ServeSettings(
+        model="tiny", method=method, budget=budget, weights=None, compile=False, memory=100, keep=None
+    )
+    answers = open_answers(model(), settings)
+    config = GenerationConfig(eos_token_id=[], **OPTIONS)
+    assert_same(method, answers.generate(model(), ids_of(PROMPT), generation_config=config))
+
+
+@methods
+def test_lm_eval(method: str) -> None:
+    """Likelihoods decode the last token of the context, too."""
+    lm = PartialKV(model(), tokenizer=byte_tokenizer(), method=method, budget=budget_of(method), max_length=1000)
+    (text,) = lm.generate_until(
+        [Instance("generate_until", {}, (PROMPT.rstrip(), {"until": [], "max_gen_toks": NEW}), 0)]
+    )
+    own, tokens = text_of(method), ids_of(PROMPT.rstrip())
+    logits = own.read(tokens)
+    found = []
+    for _ in range(NEW):
+        found.append(int(logits.argmax()))
+        logits = own.step(torch.tensor([[found[-1]]]))
+    assert text == byte_tokenizer().decode(found, skip_special_tokens=True)
+    ((value, _),) = lm.loglikelihood([Instance("loglikelihood", {}, (PROMPT.rstrip(), GIVEN), 0)])
+    own, given = text_of(method), ids_of(GIVEN)[0]
+    own.read(tokens[:, :-1])
+    logits = own.step(torch.cat((tokens[0, -1:], given[:-1]))[None])[0]
+    assert value == pytest.approx(float(logits.log_softmax(-1).gather(1, given[:, None]).sum()), abs=1e-4)
