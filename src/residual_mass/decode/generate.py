@@ -390,9 +390,7 @@ def taken_inputs(model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -
     if vectors is not None:
         more["inputs_embeds"] = vectors
     cache = options.get("past_key_values")
-    # Of a setting, `generate` makes an empty cache, which the backend replaces by its own.
-    chosen = options["generation_config"].cache_implementation is None
-    if cache is not None and chosen and type(cache) not in (DynamicCache, PackedCache):
+    if cache is not None and type(cache) not in (DynamicCache, PackedCache):
         raise ValueError(f"our loop does not fill a {type(cache).__name__}: pass past_key_values=DynamicCache()")
     held = 0 if cache is None else cache.get_seq_length()
     if held and more:
