@@ -99,23 +99,24 @@ class Text:
         """Indices of the layers that read the whole text, in which a method attends."""
         return [index for index, window in self.windows.items() if window is None]
 
-    def read(self, ids: Tensor, **inputs: Any) -> Tensor:
+    def read(self, ids: Tensor, keep: int = 1, **inputs: Any) -> Tensor:
         """Reads a prompt, or more of it, exactly.
 
         Args:
             ids: [B, T].
+            keep: number of last tokens whose logits are computed.
             inputs: of the model's forward pass, for a whole prompt: `inputs_embeds` [B, T, ...] in place of the ids, or
                 images beside them; and `position_ids` [N, B, T] of a model that counts in N dimensions.
 
         Returns:
-            The logits [B, 1, V] after the last token.
+            The logits [B, keep, V] after the last tokens.
         """
         if self.tokens and not inputs and has_recurrent_layers(self.model):
             pieces = ids.split(1, 1)  # some recurrent layers take several tokens only where there is no state yet
         else:
             pieces = (ids,)
         for piece in pieces:
-            logits = self._forward(self.backend.read, piece, 1, **inputs)
+            logits = self._forward(self.backend.read, piece, keep, **inputs)
             self.tokens += piece.shape[1]
         if ids.numel() >= LONG_PROMPT:
             give_back_memory()

@@ -20,7 +20,6 @@ import pandas as pd
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from residual_mass.benchmarks.force import require_vocabulary, token_measures
 from residual_mass.benchmarks.store import ROW_REMEDY, RowStore, StoredRow
@@ -41,6 +40,7 @@ from residual_mass.measure.models import Side
 from residual_mass.measure.request import BASELINE, Request
 from residual_mass.measure.texts import Documents
 from residual_mass.methods import method_named
+from residual_mass.methods.arms import Arm
 from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import PhiMaps
@@ -389,12 +389,12 @@ def _weights_measures(
 
 @torch.no_grad()
 def _log_p(backbone: Backbone, sequence: Sequence[int], tokens: int, first: int = 0) -> Tensor:
-    """Returns log-probabilities [T, V] after the last tokens, by the model's own code, to which `first` tokens of the
-    document are read apart.
+    """Returns log-probabilities [T, V] after the last tokens under full attention, with `first` tokens of the document
+    read apart.
     """
     ids = torch.tensor([list(sequence[:-1])])
-    cache = DynamicCache(config=backbone.model.config)
+    text = Text(backbone.model, backend_for(backbone.model, Arm(method_named("full"), None), kinds=[TorchBackend]))
     for part in (ids[:, :first], ids[:, first:]):
         if part.shape[1]:
-            logits = backbone.model(part, past_key_values=cache, logits_to_keep=tokens).logits
+            logits = text.read(part, keep=tokens)
     return logits[0].double().log_softmax(-1)
