@@ -273,6 +273,8 @@ class Decoding:
         config = options["generation_config"]
         self.require(model)
         require_settings(config)
+        if config.cache_implementation is not None:
+            options = options | {"past_key_values": None}  # `generate` has made it; the backend keeps keys in its own
         inputs = taken_inputs(model, ids, options)
         prompt = ids
         if "inputs_embeds" in inputs:  # `ids` are tokens after these vectors, usually none

@@ -248,7 +248,7 @@ class Text:
         module = self.layers[index]
         if index in self._called:
             raise ValueError(
-                f"{type(module).__name__} attends several times to one token in a layer, which no method follows"
+                f"{type(self.model).__name__} attends several times to one token in a layer, which no method follows"
             )
         self._called.add(index)
         call = LayerCall(module, query, key, value, mask, scale)

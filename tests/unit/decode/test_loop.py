@@ -313,7 +313,7 @@ def test_what_a_user_put_on_the_model_comes_back(model: PreTrainedModel) -> None
 def test_a_layer_that_attends_twice_to_a_token_is_refused() -> None:
     model = DiffLlamaForCausalLM(DiffLlamaConfig(**COMMON)).eval()
     model.generation_config.pad_token_id = 1
-    with pytest.raises(ValueError, match="DiffLlamaAttention attends several times to one token"):
+    with pytest.raises(ValueError, match="DiffLlamaForCausalLM attends several times to one token"):
         within(model, ids_of(40))
 
 

@@ -8,12 +8,15 @@ from tests.needs import KERNELS, needs
 from tests.unit.kernels.reference import eight, planes
 from tests.unit.kernels.test_steps import check, check_all, drawn, made, step, targets
 from torch import Tensor
-from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
-from transformers.cache_utils import Cache
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from residual_mass import PackedCache, partial_kv
+from residual_mass import Text, backend_for
+from residual_mass.decode.backend import CacheBackend
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import LayerCache
 from residual_mass.kernels.library import WIDTHS, Library
+from residual_mass.methods.arms import arm_of
 
 pytestmark = needs(KERNELS)
 SHAPES = [*({"width": width} for width in WIDTHS), *({"group": group, "heads": 1} for group in (1, 2, 4, 5, 8))]
@@ -57,18 +60,18 @@ def test_a_model_with_a_large_bias_in_its_keys_keeps_its_distance_in_packed_cach
     model = biased(bias, channels)
     prompt = torch.randint(2, 258, (1, 600), generator=torch.Generator().manual_seed(1))
 
-    def steps(cache: Cache) -> Tensor:
-        model(prompt, past_key_values=cache)
-        logits = [model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in range(40, 48)]
+    def steps(name: str, budget: float | None, kind: type[CacheBackend]) -> Tensor:
+        text = Text(model, backend_for(model, arm_of(name, budget), kinds=[kind]))
+        text.read(prompt)
+        logits = [text.step(torch.tensor([[token]]))[0, -1] for token in range(40, 48)]
         return torch.stack(logits).log_softmax(-1)
 
     with torch.no_grad():
-        full = steps(DynamicCache(config=model.config))
+        full = steps("full", None, TorchBackend)
         distances = {}
-        for name, budget, packed in (("cache8", 0.1, False), ("cache8", 0.1, True), ("scan4", 1.0, True)):
-            cache = PackedCache(model, name) if packed else DynamicCache(config=model.config)
-            with partial_kv(model, name, budget, cache=cache if packed else None):
-                distances[name, packed] = float((full.exp() * (full - steps(cache))).sum(-1).mean())
+        for name, budget, packed in (("cache8", None, False), ("cache8", None, True), ("scan4", 1.0, True)):
+            ours = steps(name, budget, PackedBackend if packed else TorchBackend)
+            distances[name, packed] = float((full.exp() * (full - ours)).sum(-1).mean())
     most = 2 * distances["cache8", False] + 2e-3  # the query has a rounding of its own
     assert distances["cache8", True] < most
     assert distances["scan4", True] < most
