@@ -392,7 +392,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("a method reads one text, but guidance_scale needs a second one", {"guidance_scale": 1.5}),
     ("a method computes no attention weights: unset output_attentions", {"output_attentions": True, **ASKED}),
     ("a method keeps no hidden states: unset output_hidden_states", {"output_hidden_states": True, **ASKED}),
-    ("our loop does not fill a StaticCache: pass past_key_values=DynamicCache", {"cache_implementation": "static"}),
     ("our loop counts positions itself: leave out position_ids", {"position_ids": torch.arange(40)[None] + 1}),
 ]  # fmt: skip
 

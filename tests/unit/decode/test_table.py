@@ -159,17 +159,22 @@ def found_by(kind: type, model: PreTrainedModel, method: str | Method, name: str
     return logits_of(Text(model, backend, situation.real()), situation.ids(), situation.script)
 
 
-@pytest.mark.parametrize("name", [name for name in SITUATIONS if "joins" not in name])
-@pytest.mark.parametrize("method", NAMES)
+QUICK = ("full", "topk", "topk_phi", "topk_moments", "topk_importance", "scan4_regression_64", "pages", "cache8")
+"""Their summaries take in what joins in every way that there is: not at all, by sums, by places, clusters and pages."""
+PAIRS = [
+    pytest.param(method, name, marks=[] if method in QUICK or name in ("left", "turns") else [pytest.mark.slow])
+    for method in NAMES
+    for name in SITUATIONS
+    if "joins" not in name
+]
+
+
+@pytest.mark.parametrize(("method", "name"), PAIRS)
 def test_torch(method: str, name: str) -> None:
     model = model_of()
     found = found_by(TorchBackend, model, method, name)
     for row, own in enumerate(found):
         torch.testing.assert_close(own, expected(model, method, name, row)[0], rtol=0, atol=1e-9)
-
-
-QUICK = ("topk", "topk_moments", "topk_importance", "scan4_regression_64", "pages")
-"""Their summaries take in what joins in every way that there is: not at all, by sums, by places, clusters and pages."""
 
 
 @pytest.mark.parametrize(
