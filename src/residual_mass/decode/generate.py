@@ -406,6 +406,10 @@ def taken_inputs(model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -
     length = getattr(options["generation_config"], "_mask_length", columns[1]) if mask is None else mask.shape[1]
     if length != columns[1] or (mask is not None and mask.ndim != 2):
         raise ValueError("input_ids must hold the whole text of all turns, and attention_mask [B, L] cover it")
+    if mask is not None and bool((mask.bool().any(1) & (mask[:, -1] == 0)).any()):
+        raise ValueError(
+            'a prompt ends with padding, after which `generate` would go on: pad on the left (padding_side="left")'
+        )
     positions = options.get("position_ids")
     if positions is not None and positions.ndim == 3:  # of a model that counts images in several dimensions
         more["position_ids"] = positions
