@@ -60,12 +60,13 @@ class PackedLinear(nn.Module):
                 'model.to("cpu"), or load it again for that device'
             )
         rows = math.prod(x.shape[:-1])
+        bias = None if self.bias is None else self.bias.to(x.dtype)
         if rows > self.most_rows:
-            return F.linear(x, self.dequantised(x.dtype), self.bias)
+            return F.linear(x, self.dequantised(x.dtype), bias)
         flat = x.reshape(rows, self.in_features).to(torch.bfloat16).contiguous()
         output = self.product(flat)[:, : self.out_features]
         output = output.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
+        return output if bias is None else output + bias
 
     def product(self, x: Tensor) -> Tensor:
         """Computes [M, N or more] in bfloat16 of x [M, K] in bfloat16 by torch's product of packed weights."""

@@ -431,3 +431,12 @@ def test_sharded_weights() -> None:
         refused(model, r"has weights of another kind \(model.layers.0.mlp.up_proj.weight is a DTensor\)")
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_bias_in_another_dtype_than_the_activations_is_added_whatever_the_number_of_rows(rows: int) -> None:
+    layer = Linear8(torch.randn(6, 32), nn.Parameter(torch.randn(6).bfloat16()))
+    x = torch.randn(rows, 32).bfloat16().float()
+    output = layer(x)
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, F.linear(x, layer.dequantised(torch.float32), layer.bias.float()), rtol=0, atol=0.1)
