@@ -439,4 +439,5 @@ def test_a_bias_in_another_dtype_than_the_activations_is_added_whatever_the_numb
     x = torch.randn(rows, 32).bfloat16().float()
     output = layer(x)
     assert output.dtype == torch.float32
-    torch.testing.assert_close(output, F.linear(x, layer.dequantised(torch.float32), layer.bias.float()), rtol=0, atol=0.1)
+    exact = F.linear(x, layer.dequantised(torch.float32), layer.bias.float())
+    torch.testing.assert_close(output, exact, rtol=0, atol=0.1)
