@@ -37,7 +37,7 @@ class Text:
 
     For a decoding loop of your own:
 
-        text = Text(model, backend_for(model, Arm(method_named("scan4_regression_64"), 2), AnchorSpec()))
+        text = Text(model, backend_for(model, arm_of("scan4_regression_64", 0.02)))
         logits = text.read(ids)  # [1, 1, V]
         while ...:
             logits = text.step(logits[:, -1:].argmax(-1))
