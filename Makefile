@@ -16,8 +16,9 @@ TRITON := $(VENV)/.triton
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==.*/&/p' requirements.lock)
 export PATH := $(BIN):$(PATH)
-# The tests of a file run in one process, because they share costly fixtures. Files run in order, the longest first.
-PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Each process gets a run of whole files, because tests of a file share costly fixtures; one that is done takes over half of
+# what another has left.
+PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist worksteal
 
 # Commands run as modules, because scripts do not start in a folder with quotes or blanks in its name.
 .PHONY: install mini test test-all test-numeric lint gpu-check docs clean
@@ -31,12 +32,12 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu"
 
 test-all: $(STAMP) $(TRITON)
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) --hypothesis-profile thorough -m "not gpu"
 
 # With ATEN_CPU_CAPABILITY=default, avx2 or avx512, torch sums in the order of other CPUs. It does not check this CPU: without AVX-512 it would end with an illegal instruction.
 test-numeric: $(STAMP)
 	@if [ "$$ATEN_CPU_CAPABILITY" = avx512 ] && ! grep -qw avx512bw /proc/cpuinfo; then echo "no AVX-512 here, so nothing is tested"; \
-	else $(PYTEST) -m "not slow and not gpu" $(addprefix tests/unit/,core kernels methods model diagnostics training runtime); fi
+	else $(PYTEST) -m "not slow and not gpu" $(addprefix tests/unit/,core kernels methods model decode measure diagnostics training runtime); fi
 
 lint: $(STAMP)
 	python -m ruff check .

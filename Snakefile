@@ -19,7 +19,7 @@ from pathlib import Path
 
 from snakemake.utils import min_version
 
-min_version("9.12")
+min_version("9.18.1")
 
 ROOT = Path(workflow.basedir)
 SOURCE = str(ROOT / "src")
@@ -31,7 +31,7 @@ from residual_mass.paper import published as of_the_paper
 from residual_mass.spec import paths
 from residual_mass.study import start
 from residual_mass.study.plan import load_plan
-from residual_mass.study.resources import JobSize, flags, launcher, reported
+from residual_mass.study.resources import JobSize, flags, interpreter, launcher, reported
 from residual_mass.texts.assets import WHEEL_PINS, read_pins
 
 
@@ -47,11 +47,6 @@ study = plan.main.study
 ASSETS = shlex.quote(str(plan.assets_folder))
 
 NO_NETWORK = "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1; "
-# A prefix replaces Snakemake's own strict mode. With PYTHONPATH, conda environments do not need the package installed.
-shell.prefix(
-    f"set -euo pipefail; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; "
-    + NO_NETWORK * plan.main.offline
-)
 
 
 # Unknown names match these patterns, so that `Plan` refuses them in one line that lists the known names.
@@ -76,6 +71,15 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/diagnostics.smk"
 include: "workflow/rules/paper.smk"
 include: "workflow/rules/utilities.smk"
+
+
+# A prefix replaces Snakemake's own strict mode. With PYTHONPATH, conda environments do not need the package installed.
+# It reads braces as fields; the rules are known here, of which `interpreter` asks for images of containers.
+PYTHON = interpreter(workflow).replace("{", "{{").replace("}", "}}")
+shell.prefix(
+    f"set -euo pipefail; PYTHON={PYTHON}; export PYTHONPATH={shlex.quote(SOURCE)}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; "
+    + NO_NETWORK * plan.main.offline
+)
 
 
 rule all:

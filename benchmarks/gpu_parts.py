@@ -27,13 +27,13 @@ from residual_mass.decode.backend import Backend
 from residual_mass.decode.backends import backend_for
 from residual_mass.decode.engine import SharedPrefillEngine, Work
 from residual_mass.decode.prefix import map_heads
-from residual_mass.decode.text import TextBatch
+from residual_mass.decode.recording import prefill
+from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.gpu.backend import TritonBackend, prepared
 from residual_mass.gpu.cache import build_cache
 from residual_mass.gpu.device import kernels_run_on
 from residual_mass.methods import method_named
-from residual_mass.model.hook import prefill
 from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
 from residual_mass.provenance import code_version, device_name
@@ -241,7 +241,7 @@ def _logits(
         backend.repeats = True  # so that steps of full attention are recorded, too
     read = prefill(model, [prompt])
     backend.take(read)
-    text = TextBatch(model, backend)
+    text = Text(model, backend)
     token = torch.tensor([prompt[:1]], device=read.next_token.device)
     for _ in range(count):
         logits = text.step(token)[:, -1]

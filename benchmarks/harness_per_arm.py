@@ -18,7 +18,7 @@ from common import SMOL, report
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import Doc, both_scores, harness_requests, harness_task
 from residual_mass.decode.engine import SharedPrefillEngine
-from residual_mass.decode.session import partial_kv
+from residual_mass.decode.generate import partial_kv
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec

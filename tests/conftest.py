@@ -18,8 +18,10 @@ from residual_mass.spec.specs import BackboneSpec
 if find_spec("hypothesis") is not None:  # the tests of the GPU check do without
     from hypothesis import HealthCheck, settings
 
-    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("untimed")  # a busy machine fails no test
+    untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine fails no test
+    settings.register_profile("quick", untimed, max_examples=50)
+    settings.register_profile("thorough", untimed, max_examples=300)
+    settings.load_profile("quick")
 torch.set_num_threads(1)  # tiny tensors: a second thread costs more than it brings, much more on a busy machine
 
 TINY = BackboneSpec(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,6 +88,12 @@ def _has_bfloat16_attention() -> bool:
     return True
 
 
+def _compiles_steps() -> bool:
+    from residual_mass.kernels.cpu import compiler_refusal
+
+    return compiler_refusal() is None
+
+
 def _major(package: str) -> int:
     return int(version(package).partition(".")[0])
 
@@ -95,6 +102,7 @@ LATEX = Need("without LaTeX", "apt-get install texlive-latex-extra", _has_latex)
 TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
 COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++") is not None)
+COMPILED = Need("where steps are not compiled", "apt-get install g++; unset RESIDUAL_MASS_CPU", _compiles_steps)
 KERNELS = Need("without compiled kernels", "make install where a C++ compiler is", _has_kernels)
 KVPRESS = Need("without kvpress", "pip install kvpress==0.5.5", lambda: find_spec("kvpress") is not None)
 BFLOAT16 = Need("where torch's own attention fails in bfloat16", "unset ATEN_CPU_CAPABILITY", _has_bfloat16_attention)
@@ -105,6 +113,10 @@ GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is 
 NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)
 MOUNTS = Need("without the right to mount", "run as root, in a container with CAP_SYS_ADMIN")
 SLURM = Need("without a SLURM of their own", "RESIDUAL_MASS_SLURM=1 make test-all, as root where that may be installed")
+OLDEST_PYTHON = Need(
+    "for the oldest Python alone", "make PYTHON=python3.11 test-all", lambda: sys.version_info < (3, 12)
+)
+INDEX = Need("without a package index", "connect to one, or set PIP_INDEX_URL")
 LOCKED = Need("without the locked packages", "pip install -r requirements.lock")
 
 

@@ -116,7 +116,7 @@ def run_tiny(made: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, forks(Path(folder), made / "src") as environment:
         run = subprocess.run(
             [sys.executable, "-m", "snakemake", *places, "--cores", "2", "--show-failed-logs", "all"],
-            env=environment | {"PYTHONPATH": ""},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

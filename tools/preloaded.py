@@ -1,7 +1,7 @@
 """Runs `python -m residual_mass` as forks of one process that has imported everything: stages are many and short.
 
-A folder on PATH holds a `python` that passes such commands, with their environment and open files, to that process;
-other commands run as usual.
+A folder on PYTHONPATH holds a `sitecustomize` that passes such commands, with their environment and open files, to that
+process; other commands run as usual.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from typing import Any
 
 IMPORTED = ("transformers.models.llama.modeling_llama", "matplotlib.backends.backend_agg", "pyarrow.parquet", "lm_eval")
 CLIENT = """\
-#!{python} -ISE
-import json, os, socket, sys
-if sys.argv[1:3] != ["-m", "residual_mass"]:
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-server = socket.socket(socket.AF_UNIX)
-server.connect({address!r})
-socket.send_fds(server, [b"."], [0, 1, 2])
-server.sendall(json.dumps([sys.argv[3:], os.getcwd(), dict(os.environ)]).encode())
-server.shutdown(socket.SHUT_WR)
-sys.exit((server.recv(1) or b"\\1")[0])
+import sys
+if sys.orig_argv[1:3] == ["-m", "residual_mass"]:
+    import json, os, socket
+    server = socket.socket(socket.AF_UNIX)
+    server.connect({address!r})
+    socket.send_fds(server, [b"."], [0, 1, 2])
+    server.sendall(json.dumps([sys.orig_argv[3:], os.getcwd(), dict(os.environ)]).encode())
+    server.shutdown(socket.SHUT_WR)
+    os._exit((server.recv(1) or b"\\1")[0])
 """
 
 
@@ -41,12 +40,11 @@ def forks(folder: Path, source: Path) -> Iterator[dict[str, str]]:
     """Yields an environment in which `python -m residual_mass` is a fork that imports the package from `source`.
 
     Args:
-        folder: an empty folder for the socket and the `python` of PATH.
+        folder: an empty folder for the socket and the `sitecustomize`.
     """
-    address, client = str(folder / "socket"), folder / "bin" / "python"
-    client.parent.mkdir(parents=True)
-    client.write_text(CLIENT.format(python=sys.executable, address=address))
-    client.chmod(0o755)
+    address = str(folder / "socket")
+    (folder / "client").mkdir()
+    (folder / "client" / "sitecustomize.py").write_text(CLIENT.format(address=address))
     # One thread, because jobs run in parallel and sums need a fixed order. `runtime` uses more, which must not spin.
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     environment |= {"HF_HUB_OFFLINE": "1"}
@@ -54,9 +52,7 @@ def forks(folder: Path, source: Path) -> Iterator[dict[str, str]]:
     try:
         if not server.stdout.readline():
             raise RuntimeError("the process that imports torch for the stages has ended")
-        yield environment | {
-            "PATH": os.pathsep.join([str(client.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
-        }
+        yield environment | {"PYTHONPATH": str(folder / "client")}
     finally:
         server.terminate()
         server.wait()

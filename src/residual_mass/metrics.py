@@ -76,12 +76,6 @@ NLL = _fidelity("nll", "negative log-likelihood", "nats", low=0)
 FIRST = _fidelity("first", "tokens that come first", better=True, low=0, high=1)
 KEPT = _fidelity("kept", "answer before the first difference", better=True, low=0, high=1)
 """Share of full attention's answer before the first token that an arm would choose otherwise."""
-FIRST_DIFFERENCES = _fidelity("first_differences", "first differences per drafted token", low=0, high=1)
-"""Drafts that differ from full attention's greedy tokens, over tokens up to and including the first difference."""
-VERIFIED = _fidelity("bytes_per_verified_token", "bytes per verified token", low=0, high=1)
-"""Bytes per token where the arm drafts and full attention verifies, over those of full attention
-(`methods.step_bytes.bytes_per_verified_token`).
-"""
 DELTA_P_RMS = _fidelity("delta_p_rms", "RMS of the change of p(token)", low=0, high=1)
 QUANTILES = {
     "kl": {"median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99_9": 0.999, "max": 1.0},
@@ -102,7 +96,7 @@ def _delta_p_quantile(ending: str) -> Metric:
 
 _ALL_METRICS = (
     *(STRING_MATCH, ACC, ROUGE, QA_F1, MEAN, RELATIVE_ERROR),
-    *(KL, *map(_kl_quantile, QUANTILES["kl"]), SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT, FIRST_DIFFERENCES, VERIFIED),
+    *(KL, *map(_kl_quantile, QUANTILES["kl"]), SAME_TOP, LOG_PPL_RATIO, NLL, FIRST, KEPT),
     *(DELTA_P_RMS, *map(_delta_p_quantile, QUANTILES["delta_p"])),
 )
 METRICS = {metric.name: metric for metric in _ALL_METRICS}

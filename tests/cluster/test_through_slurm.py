@@ -73,10 +73,9 @@ def study(asked: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(study: Path, *arguments: str) -> subprocess.Popen[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.Popen(
         [sys.executable, "-m", "snakemake", *PROFILE, *arguments],
-        cwd=study, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=study, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 

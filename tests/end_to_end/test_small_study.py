@@ -37,10 +37,10 @@ SILENCE = 600
 
 def snakemake(checkout: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """Exit status and output of a run, however slow the machine; one that hangs is killed, and the test fails."""
-    path, said = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", ""
+    said = ""
     process = subprocess.Popen(
         [sys.executable, "-m", "snakemake", "--cores", "2", *arguments], cwd=checkout,
-        env={**os.environ, "PATH": path, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     while chunk := os.read(process.stdout.fileno(), 65536) if select([process.stdout], [], [], SILENCE)[0] else None:
         said += chunk.decode(errors="replace")

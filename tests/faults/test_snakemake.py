@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 PHI, LOG = "results/phi/tiny_1k.safetensors", "results/training_tiny_1k.csv"
 CHECKPOINT = "results/phi/_checkpoints/tiny_1k.safetensors"
-ENVIRONMENT = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
 
 
 class Checkout:
@@ -38,7 +37,7 @@ class Checkout:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """In a process group of its own, as a shell starts it."""
         return subprocess.Popen(
-            [sys.executable, "-m", "snakemake", "--cores", "2", *arguments], cwd=self.folder, env=ENVIRONMENT,
+            [sys.executable, "-m", "snakemake", "--cores", "2", *arguments], cwd=self.folder,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
         )  # fmt: skip

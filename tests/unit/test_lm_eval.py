@@ -16,23 +16,22 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tests.unit.decode.reference import masked_logits
 from tests.unit.model.families import FAMILIES
 from tests.unit.model.test_decoding import random_maps
-from tests.unit.model.test_forced import MaskedTopK
 from transformers import PreTrainedModel
 
 from residual_mass.core.selection import retrieved_count
+from residual_mass.decode.text import Text
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.lm_eval import __main__ as command_line
 from residual_mass.lm_eval.__main__ import main
-from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.spec.settings import AnchorSpec
 
 GENERATION = {
     "lines": {"until": ["\n"], "max_gen_toks": 12},
-    "beams": {"until": [], "max_gen_toks": 8, "num_beams": 2, "do_sample": False},
 }
 TASKS = (*GENERATION, "choice", "rolling")
 TEXTS = (
@@ -144,8 +143,7 @@ def masked_log_probs(
 ) -> torch.Tensor:
     """[T] of the tokens after the first one behind the prefix: top-K by a mask over one pass of the plain model."""
     k = retrieved_count(budget * 100, prefix, anchors.sink + anchors.tail)
-    with torch.no_grad(), attention_hook(backbone.model, MaskedTopK(prefix, k, anchors)):
-        logits = backbone.model(torch.tensor([tokens[:-1]]), use_cache=False).logits[0, prefix:]
+    logits = masked_logits(backbone.model, tokens[:-1], prefix, k, anchors)[prefix:]
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[prefix + 1 :]).unsqueeze(-1)).squeeze(-1)
 
 
@@ -174,10 +172,8 @@ def test_a_rolling_likelihood_under_topk_is_that_of_a_mask_chunk_by_chunk(tiny_b
 
 
 def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
-    from residual_mass.decode import engine
-
-    model, read, forward = PartialKV(**options_of(tiny_backbone)), [], engine.prefill
-    monkeypatch.setattr(engine, "prefill", lambda model, ids: read.append(len(ids[0])) or forward(model, ids))
+    model, read, forward = PartialKV(**options_of(tiny_backbone)), [], Text.read
+    monkeypatch.setattr(Text, "read", lambda text, ids: read.append(ids.shape[1]) or forward(text, ids))
     pairs = [(text, choice) for text in ("a" * 50, "b" * 60) for choice in ("A", "B", "yes", "yet")]
     answers = model.loglikelihood(instances("loglikelihood", *pairs))
     assert read == [59, 49]
@@ -187,7 +183,7 @@ def test_choices_share_one_reading_of_their_context(tiny_backbone: Backbone, mon
     assert read == []  # shorter than a chunk
     model.stride = 40
     model.loglikelihood_rolling(instances("loglikelihood_rolling", ("c" * 150,)))
-    assert read == [120]
+    assert read == [40, 40, 40]
 
 
 ASKED = {
@@ -219,13 +215,19 @@ def test_layers_with_a_window(tiny_backbone: Backbone) -> None:
             assert values(PartialKV(**options, budget=0.2, stride=16), kind) != pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_model_with_states_generates_and_has_no_likelihoods(tiny_backbone: Backbone) -> None:
+def test_a_model_with_states(tiny_backbone: Backbone) -> None:
     options = options_of(tiny_backbone, pretrained=family("Qwen 3 Next"), batch_size=2)
-    full = PartialKV(**options, method="full")
-    assert values(full, "generate_until") == values(HFLM(**options), "generate_until")
-    assert values(PartialKV(**options, budget=0.2), "generate_until") != values(full, "generate_until")
-    with pytest.raises(BadArgument, match="layers with states other than keys and values"):
-        values(full, "loglikelihood")
+    for kind in ASKED:
+        theirs = values(HFLM(**options), kind)
+        close = theirs if kind == "generate_until" else pytest.approx(theirs, rel=1e-4)
+        assert values(PartialKV(**options, method="full", stride=16), kind) == close
+        assert values(PartialKV(**options, budget=0.2, stride=16), kind) != close
+
+
+def test_beams_are_refused_in_one_line(tiny_backbone: Backbone) -> None:
+    asked = instances("generate_until", ("Short", {"max_gen_toks": 8, "num_beams": 2, "do_sample": False}))
+    with pytest.raises(BadArgument, match="^a method does not support beam search: [^\n]*num_beams=1$"):
+        PartialKV(**options_of(tiny_backbone, method="full")).generate_until(asked)
 
 
 def test_maps_from_a_file(tiny_backbone: Backbone, tmp_path: Path) -> None:
@@ -289,3 +291,9 @@ def test_a_wrong_argument_on_the_command_line_is_one_line(
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert said == "partial_kv: error: budget=20 is not a share of the prompt's tokens in (0, 1]: for 20 % write 0.2\n"
+
+
+@pytest.mark.filterwarnings("error:method")
+@pytest.mark.parametrize("method", ["full", "cache8"])
+def test_the_default_budget_is_not_for_methods_that_choose_no_tokens(tiny_backbone: Backbone, method: str) -> None:
+    assert PartialKV(**options_of(tiny_backbone, method=method)).get_model_info()["partial_kv"]["budget"] is None

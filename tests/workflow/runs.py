@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,9 +40,8 @@ class Run:
     @property
     def said(self) -> list[str]:
         """What remains of a refused run's output besides Snakemake's banner."""
-        banner = (
-            r"Assuming unrestricted|SNAKEMAKE|=+$|  [A-Z][\w ]+(\(s\))?: |Building DAG|Config file .* is extended|$"
-        )
+        name = r"  [A-Z][\w ]+(\(s\))?: "
+        banner = rf"host: |Assuming unrestricted|SNAKEMAKE|=+$|{name}|Building DAG|Config file .* is extended|$"
         return [line for line in self.output.splitlines() if not re.match(banner, line)]
 
     @property
@@ -54,10 +52,10 @@ class Run:
 
     @property
     def commands(self) -> list[list[str]]:
-        """Arguments of every `python -m residual_mass` (or through torchrun's module), in sorted order."""
-        torchrun = r"python -m torch\.distributed\.run --standalone --nproc-per-node \d+"
-        on_gpus = rf"python -m residual_mass\.machine\.gpus \d+ {torchrun}"
-        start = rf"^Shell command: (?:exec )?(?:python|{on_gpus}) -m residual_mass "
+        """Arguments of every `"$PYTHON" -m residual_mass` (or through torchrun's module), in sorted order."""
+        torchrun = r'"\$PYTHON" -m torch\.distributed\.run --standalone --nproc-per-node \d+'
+        on_gpus = rf'"\$PYTHON" -m residual_mass\.machine\.gpus \d+ {torchrun}'
+        start = rf'^Shell command: (?:exec )?(?:"\$PYTHON"|{on_gpus}) -m residual_mass '
         lines = re.findall(rf"{start}(.*) > \S+ 2>&1$", self.output, re.MULTILINE)
         return sorted(shlex.split(line) for line in lines)
 
@@ -68,8 +66,7 @@ def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile
     for name in ("torch", "transformers"):
         (poison / name).mkdir(parents=True, exist_ok=True)
         (poison / name / "__init__.py").write_text(f"raise ImportError('the workflow imports {name}')\n")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(poison), **environment}
+    environment = {**os.environ, "PYTHONPATH": str(poison), **environment}
     own_source = not (snakefile.parent / "src").samefile(ROOT / "src")
     command = ["--snakefile", str(snakefile), "--directory", str(folder), *arguments]
     log = poison / f"{len(list(poison.iterdir()))}.log"
@@ -80,7 +77,7 @@ def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile
 def copied(folder: Path, *linked: str) -> Path:
     """A copy of what a run needs of the repository; the named folders are links to it."""
     folders = ("config", "docs", "src", "workflow", "paper_tables/templates")
-    for name in (*folders, "Snakefile", "Makefile", "environment.yml"):
+    for name in (*folders, "Snakefile", "Makefile", "environment.yml", "pyproject.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if name in linked:
             (folder / name).symlink_to(ROOT / name)
@@ -103,8 +100,8 @@ def programs(folder: Path, *linked: str, **scripts: str) -> str:
 
 
 def before_others(folder: str) -> str:
-    """PATH with a folder first, and the interpreter of this run next."""
-    return os.pathsep.join([folder, str(Path(sys.executable).parent), os.environ["PATH"]])
+    """PATH with a folder first."""
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 def dry_run(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile") -> Run:

@@ -93,9 +93,10 @@ def test_several_gpus_train_through_torchrun(checkout: Path) -> None:
     assert refused.code == 1 and len(refused.said) == 1 and refused.said[0].startswith(line)
     run, on_one = planned(gpus=2, sequences_per_step=4), planned("--resources", "gpu=1")
     # The mini study's backbone runs on the CPU, in one process.
-    on_two = "python -m residual_mass.machine.gpus 2 python -m torch.distributed.run --standalone --nproc-per-node 2"
-    assert launchers(run) == ["python", *[on_two] * 2], run.output
-    assert launchers(on_one) == ["python"] * 3 and on_one.commands == run.commands
+    torchrun = '"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2'
+    on_two = f'"$PYTHON" -m residual_mass.machine.gpus 2 {torchrun}'
+    assert launchers(run) == ['"$PYTHON"', *[on_two] * 2], run.output
+    assert launchers(on_one) == ['"$PYTHON"'] * 3 and on_one.commands == run.commands
     assert {spec.sequences_per_step for spec in specs(run, "train", TrainSpec)} == {4}
     assert [set(given) for given in told(run, "train")] == [set(given) for given in told(alone, "train")]
 

@@ -47,7 +47,7 @@ def examples(title: str) -> list[Example]:
 
 def test_the_page_has_examples_for_everything_it_lists() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert [len(examples(title)) for title in titles[:6]] == [1, 2, 3, 2, 2, 4]
+    assert [len(examples(title)) for title in titles[:7]] == [1, 2, 3, 2, 1, 2, 4]
     assert len(examples("A figure")) == 2
     assert sum(len(examples(title)) for title in titles) == PAGE.count("\n```") / 2
     assert "(docs/extending.md)" in (ROOT / "README.md").read_text()
@@ -122,6 +122,30 @@ for name in ("topk_copies", "newest_mean"):
     assert part.isfinite().all() and not torch.allclose(part, logits("topk", 0.15))
 """
 """The methods of the page in the library: exact where nothing is left unread, and not what top-K makes elsewhere."""
+
+
+BACKEND = """
+import torch
+from residual_mass import backend_for, partial_generate
+from residual_mass.decode.torch_backend import TorchBackend
+from residual_mass.methods.arms import arm_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+model = LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+                                     num_attention_heads=4, num_key_value_heads=2))
+names = {name: backend_for(model, arm_of(name, 0.2)).name for name in ("topk", "topk_moments")}
+assert names == {"topk": "slow", "topk_moments": "torch"}, names
+steps, own = [], TorchBackend.step
+TorchBackend.step = lambda self, call: steps.append(self.name) or own(self, call)
+partial_generate(model, torch.arange(2, 82)[None], max_new_tokens=3, method="topk", budget=0.4)
+assert steps == ["slow"] * 4, steps
+"""
+"""What serves a method, and computes its steps, with the backend of the page."""
+
+
+def test_a_backend(copy: Path) -> None:
+    apply(copy, "A backend")
+    subprocess.run([sys.executable, "-c", BACKEND], env={**os.environ, "PYTHONPATH": str(copy / "src")}, check=True)
 
 
 def test_an_estimator_and_a_task(copy: Path, tmp_path: Path) -> None:

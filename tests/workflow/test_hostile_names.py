@@ -17,18 +17,21 @@ from runs import ROOT, before_others, copied, dry_run, programs, snakemake
 HOSTILE = "a b'\"$(touch pwned)`touch pwned`;touch pwned;&& touch pwned|#\\x"
 """A folder or a title that makes a file called pwned wherever it is not quoted."""
 STAGE = """
-import json, os, sys
-from pathlib import Path
-if sys.argv[1:3] != ["-m", "residual_mass"]:
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-with open({record!r}, "a") as stream:
-    stream.write(json.dumps([os.environ["PYTHONPATH"], *sys.argv[3:]]) + chr(10))
-given = [Path(word) for word in sys.argv if word.startswith(("results/", "paper_tables/"))]
-for path in (path for path in given if path.suffix and not path.exists()):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{{}}")
+import sys
+if sys.orig_argv[1:3] == ["-m", "residual_mass"]:
+    import json, os
+    from pathlib import Path
+    with open(Path(__file__).with_name("record.jsonl"), "a") as stream:
+        stream.write(json.dumps([os.environ["PYTHONPATH"], *sys.orig_argv[3:]]) + chr(10))
+    given = [Path(word) for word in sys.orig_argv if word.startswith(("results/", "paper_tables/"))]
+    for path in (path for path in given if path.suffix and not path.exists()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    os._exit(0)
 """
-"""What stands for `python` in a run: writes down what the shell gave it, and makes the files that it was asked for."""
+"""What a stage does first in a run: it writes down what the shell gave it, makes the files that it was asked for, and
+ends.
+"""
 
 
 @pytest.fixture
@@ -39,14 +42,14 @@ def checkout(tmp_path: Path) -> Path:
 
 def run_recorded(checkout: Path, folder: Path, *arguments: str) -> list[list[str]]:
     """What the stages of a run were given, first of all PYTHONPATH."""
-    stage, record = folder / "stage.py", folder / "record.jsonl"
-    stage.write_text(STAGE.format(python=sys.executable, record=str(record)))
-    front = programs(folder / "programs", python=f'exec {shlex.join([sys.executable, str(stage)])} "$@"')
+    stage = folder / "elsewhere" / "sitecustomize.py"
+    stage.parent.mkdir()
+    stage.write_text(STAGE)
     command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments]
-    environment = {**os.environ, "PATH": f"{front}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": "elsewhere"}
+    environment = {**os.environ, "PYTHONPATH": str(stage.parent)}
     run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    return [json.loads(line) for line in record.read_text().splitlines()]
+    return [json.loads(line) for line in stage.with_name("record.jsonl").read_text().splitlines()]
 
 
 def assert_nothing_ran(folder: Path) -> None:
@@ -78,7 +81,7 @@ def test_titles_and_assets_reach_the_stages_as_they_are(
     path.write_text(yaml.safe_dump(config))
     given = run_recorded(checkout, tmp_path, *targets, "--config", f"assets={assets}")
     assert len({words[1] for words in given}) == stages
-    assert {words[0] for words in given} == {f"{checkout / 'src'}:elsewhere"}
+    assert {words[0] for words in given} == {f"{checkout / 'src'}:{tmp_path / 'elsewhere'}"}
     specs = [json.loads(words[words.index("--spec") + 1]) for words in given if "--spec" in words]
     assert {title for spec in specs for title in spec.get("backbone_titles", {}).values()} == {HOSTILE}
     assert {words[words.index("--assets") + 1] for words in given if "--assets" in words} == {assets}

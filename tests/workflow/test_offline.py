@@ -44,7 +44,7 @@ def without_network(folder: Path, *arguments: str, snakefile: Path = ROOT / "Sna
     (watch / "sitecustomize.py").write_text(WATCH)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "NLTK_"))}
     environment |= {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(watch),
+        "PYTHONPATH": str(watch),
         "ATTEMPTS": str(attempts), "HF_HOME": str(folder / "huggingface"), "HF_TOKEN": "hf_never_to_be_seen",
     }  # fmt: skip
     command = [*isolated, sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--directory", str(folder)]

@@ -62,6 +62,7 @@ def test_results_carried_into_a_fresh_checkout_run_nothing(finished: Path, tmp_p
     assert planned(fresh) == {}
 
 
+@pytest.mark.slow
 def test_results_copied_without_their_times_are_kept_by_touch(finished: Path, tmp_path: Path) -> None:
     """A copy that gives every file the time of its copy, as `cp -r` does, puts inputs after what was made of them."""
     fresh = tmp_path / "fresh"
@@ -94,7 +95,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ("file", "jobs"),
     [
         ("paper_tables/templates/ruler_sweep.tex.j2", OF_A_TABLE),
-        ("paper_tables/templates/main.tex.j2", {"document": 1}),
+        slow("paper_tables/templates/main.tex.j2", {"document": 1}),
         ("results/ruler_smol_1k.csv", OF_A_TABLE | {"table": TABLES_OF_RULER_1K}),
         ("results/diagnostics/heads_smol_cwe_1k.parquet", OF_A_TABLE | {"figure": 2, "findings": 1}),
         slow("paper_tables/templates/numbers.tex.j2", {"numbers": 1, "document": 1}),

@@ -27,7 +27,7 @@ rule assets:
     message:
         "Downloading model and data (about 130 MB) and converting the model"
     shell:
-        "python -m residual_mass assets {params.files} > {log} 2>&1"
+        '"$PYTHON" -m residual_mass assets {params.files} > {log} 2>&1'
 
 
 rule prompts:
@@ -53,4 +53,4 @@ rule prompts:
     message:
         "{rule} {wildcards}"
     shell:
-        "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"
+        '"$PYTHON" -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1'

@@ -25,7 +25,7 @@ rule capture:
     message:
         "{rule} {wildcards}"
     shell:
-        "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"
+        '"$PYTHON" -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1'
 
 
 use rule capture as kernels with:

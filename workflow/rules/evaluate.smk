@@ -27,7 +27,7 @@ rule generate:
     message:
         "{rule} {wildcards}"
     shell:
-        "python -m residual_mass {params.stage} --spec {params.spec:q} --store {params.store}"
+        '"$PYTHON" -m residual_mass {params.stage} --spec {params.spec:q} --store {params.store}'
         " {params.files} > {log} 2>&1"
 
 
@@ -75,7 +75,7 @@ rule score:
     message:
         "{rule} {wildcards}"
     shell:
-        "python -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1"
+        '"$PYTHON" -m residual_mass {params.stage} --spec {params.spec:q} {params.files} > {log} 2>&1'
 
 
 use rule score as score_comparison with:
@@ -123,7 +123,7 @@ rule mismatch:
     message:
         "{rule} {wildcards}"
     shell:
-        "python -m residual_mass {params.stage} {params.files} > {log} 2>&1"
+        '"$PYTHON" -m residual_mass {params.stage} {params.files} > {log} 2>&1'
 
 
 use rule mismatch as ablation with:

@@ -19,7 +19,7 @@ rule estimate:
     message:
         "{rule}"
     shell:
-        "python -m residual_mass {params.stage} {params.flags} 2>&1 | tee {log}"
+        '"$PYTHON" -m residual_mass {params.stage} {params.flags} 2>&1 | tee {log}'
 
 
 use rule estimate as verify with:

@@ -21,7 +21,6 @@ from residual_mass.files import csv_text, read_parquet, write_text
 from residual_mass.metrics import (
     DELTA_P_RMS,
     FIRST,
-    FIRST_DIFFERENCES,
     KEPT,
     KL,
     LOG_PPL_RATIO,
@@ -30,9 +29,9 @@ from residual_mass.metrics import (
     SAME_TOP,
 )
 from residual_mass.provenance import Record
-from residual_mass.spec.columns import DRAFT, FIDELITY_COLUMNS, FORCED_COLUMNS, GREEDY
+from residual_mass.spec.columns import FIDELITY_COLUMNS, FORCED_COLUMNS, GREEDY
 from residual_mass.spec.specs import FidelitySpec
-from residual_mass.statistics import LEVEL, Means, means, percentile_interval, resampled, sign_flip_p, skewed_interval
+from residual_mass.statistics import Means, means, resampled, sign_flip_p, skewed_interval
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +51,6 @@ def run(spec: FidelitySpec, forced: Path, out: Path) -> None:
     tables: list[pd.DataFrame] = []
     tokens = _tokens(read_parquet(forced, FORCED_COLUMNS, "force"))
     for (text, continuation, state), rows in tokens.groupby(PLACE_COLUMNS, sort=False):
-        if continuation == DRAFT:
-            place = {"text": text, "continuation": continuation, "state": state, "task": "all"}
-            rates = first_differences(rows, spec.bootstrap_resamples, spec.seed)
-            tables.append(rates.assign(metric=FIRST_DIFFERENCES.name, **place))
-            continue
         tasks: dict[str, pd.DataFrame] = {}
         groups: list[tuple[str, dict[str, pd.DataFrame]]] = []
         for task, of_task in rows.groupby("task", sort=False):
@@ -124,44 +118,6 @@ def _table(spec: FidelitySpec, tasks: Mapping[str, pd.DataFrame], over_tokens: b
     lines = lines[(lines["method"] != "full") | of_full]
     tokens = sum(len(part) for part in tasks.values()) // len(arms)
     return lines.sort_values("arm", kind="stable").assign(documents=sum(documents), tokens=tokens)
-
-
-def first_differences(tokens: pd.DataFrame, resamples: int, seed: int) -> pd.DataFrame:
-    """Returns the rate of first differences of every arm on one text: drafts with a difference per token drafted up to
-    and including it. Documents are resampled with all of their drafts.
-
-    Args:
-        tokens: rows of forced drafts, draft by draft; `first` marks the tokens that the arm predicts.
-
-    Returns:
-        A row for each arm: its columns, `value`, `ci_low` and `ci_high` (NaN for a single document), and the numbers of
-        `documents` and of drafted `tokens`.
-    """
-    differs = ~tokens["first"]
-    draft = (tokens["position"] == 0).cumsum()
-    differences_before = differs.groupby(draft).cumsum() - differs
-    drafted = differences_before == 0
-    rates = tokens.groupby(FORCED_ARM_COLUMNS, sort=False)[["phi_sha", "k"]].first()
-    rates = rates.rename(columns={"k": "k_mean"})
-    counted = tokens.assign(drafted=drafted, differences=drafted & differs)
-    sums = counted.groupby([*FORCED_ARM_COLUMNS, "index"])[["differences", "drafted"]].sum()
-    by_document = sums.unstack("index").loc[rates.index]
-    differences = by_document["differences"].to_numpy(np.float64)  # [A, D]
-    size = by_document["drafted"].to_numpy(np.float64)  # [A, D]
-    documents = size.shape[1]
-    rates["value"] = differences.sum(1) / size.sum(1)
-    rates["documents"] = documents
-    rates["tokens"] = size.sum(1)
-    counts = np.concatenate(list(resampled(documents, resamples, seed, DRAFT)))  # [R, D]
-    resampled_rates = counts @ differences.T / (counts @ size.T)  # [R, A]
-    rates["ci_low"], rates["ci_high"] = percentile_interval(resampled_rates.T)
-    zero = rates["value"] == 0  # resamples give no interval
-    # The exact upper bound of a rate after so many tokens without a difference.
-    tokens_of_zero = rates["tokens"][zero]
-    rates.loc[zero, "ci_high"] = 1 - ((1 - LEVEL) / 2) ** (1 / tokens_of_zero)
-    if documents == 1:
-        rates[["ci_low", "ci_high"]] = np.nan
-    return rates.reset_index()
 
 
 def _by_document(tokens: pd.DataFrame, names: list[str]) -> pd.DataFrame:

@@ -1,9 +1,8 @@
 """Forced continuations under every arm, compared with full attention by token; stored rows are not decoded again.
 
 Texts are held-out documents with their own continuation, and a benchmark's prompts with their right answer and with the
-greedy answer of full attention. Drafts are full attention's greedy continuations of a document from several places on.
-Forced along one, an arm predicts what it would draft by itself, up to the first difference. The last token before a
-continuation is decoded and not prefilled, so that every token of the continuation is predicted under the arm.
+greedy answer of full attention. The last token before a continuation is decoded and not prefilled, so that every token
+of the continuation is predicted under the arm.
 
 Shape letters: T = tokens of a continuation, V = vocabulary.
 """
@@ -32,7 +31,7 @@ from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.model.rotary import frequencies_of
 from residual_mass.provenance import Record
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import DENSE, DRAFT, DRAFTED, FOLLOWING, FORCED_COLUMNS, GOLD, GREEDY, OWN
+from residual_mass.spec.columns import DENSE, FOLLOWING, FORCED_COLUMNS, GOLD, GREEDY, OWN
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import ForceSpec
@@ -65,7 +64,7 @@ class Continuation:
         text: corpus or benchmark.
         task: of a benchmark, else empty.
         index: number of the document or of the example in its task.
-        kind: one of FOLLOWING, GOLD, GREEDY, DRAFT.
+        kind: one of FOLLOWING, GOLD, GREEDY.
         prompt: token ids before the continuation.
         answer: token ids of the continuation; None if full attention generates it.
         limit: maximum length of the continuation in tokens.
@@ -186,18 +185,12 @@ def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Contin
 def following(
     spec: ForceSpec, text: str, sequences: Iterable[Sequence[int]], rows: tuple[tuple[str, ArmSpec], ...]
 ) -> Iterator[Continuation]:
-    """Yields sequences of token ids as documents, each with its drafts. A document is a prefix of the length, one
-    token, and the continuation.
-    """
+    """Yields sequences of token ids as documents: a prefix of the length, one token, and the continuation."""
     length = tokens_of(spec.length)
     for index, ids in enumerate(sequences):
         prompt = tuple(ids[: length + 1])
         answer = tuple(ids[length + 1 :])
-        if rows:
-            yield Continuation(text, "", index, FOLLOWING, prompt, answer, spec.tokens, length, rows)
-        for place in range(spec.drafts):  # from the last place back, so that prefixes hardly differ in length
-            before = prompt[: len(prompt) - DRAFTED * place]
-            yield Continuation(text, "", index, DRAFT, before, None, DRAFTED, length, spec.rows_of_draft)
+        yield Continuation(text, "", index, FOLLOWING, prompt, answer, spec.tokens, length, rows)
 
 
 def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterator[Continuation]:

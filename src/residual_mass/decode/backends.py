@@ -5,6 +5,7 @@ What the method alone decides is in `methods.served`, without torch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,14 +15,17 @@ from residual_mass.core.accounting import Terms
 from residual_mass.decode.backend import CacheBackend
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.terms import prefix_terms
+from residual_mass.decode.told import tell_once
 from residual_mass.decode.torch_backend import TorchBackend, with_room
 from residual_mass.gpu.backend import TritonBackend
 from residual_mass.gpu.device import kernels_run_on
 from residual_mass.methods.arms import Arm
+from residual_mass.methods.served import backends_of
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
+log = logging.getLogger(__name__)
 BACKENDS: tuple[type[CacheBackend], ...] = (PackedBackend, TritonBackend, TorchBackend)
 """In the order in which they are asked."""
 ANCHORS = AnchorSpec()
@@ -38,6 +42,8 @@ def backend_for(
 ) -> CacheBackend:
     """Returns the backend of an arm on a model: that of the given cache, or the first that serves.
 
+    Says once for a model and reason where torch serves what kernels serve elsewhere.
+
     Args:
         cache: of earlier turns; or an empty one, which the torch backend fills and others replace by their own.
         room: most tokens that will follow the prompt, for backends with buffers of fixed size.
@@ -49,14 +55,23 @@ def backend_for(
     if isinstance(cache, PackedCache):
         return PackedBackend(model, arm, anchors, cache)
     if cache is not None and cache.get_seq_length() > 0:
+        _tell_torch(model, arm, f"the cache that it goes on from is a {type(cache).__name__}")
         return TorchBackend(model, arm, anchors, phi, with_room(cache))
     reasons = []
     for kind in kinds:
         reason = kind.refusal(model, arm, phi)
         if reason is None:
+            if kind is TorchBackend:
+                _tell_torch(model, arm, "; ".join(reasons))
             return kind.open(model, arm, anchors, phi, cache, room)
         reasons.append(f"{kind.name}: {reason}")
     raise ValueError(f"no backend serves {arm.rule.name}: {'; '.join(reasons)}")
+
+
+def _tell_torch(model: PreTrainedModel, arm: Arm | ArmSpec, reason: str) -> None:
+    """Says once that torch serves an arm, if kernels serve its method elsewhere and there is a reason."""
+    if reason and not arm.is_full and len(backends_of(arm.rule)) > 1:
+        tell_once(model, log, f"torch serves {arm.rule.name} on {type(model).__name__}, no kernels: {reason}")
 
 
 def terms_on(device: torch.device) -> Callable[..., Terms]:

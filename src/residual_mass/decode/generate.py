@@ -122,6 +122,9 @@ def partial_decoding(
     `past_key_values`, and the whole text as `input_ids`; its new tokens are read exactly, too. Layers with a sliding
     window or chunks attend exactly, and recurrent layers are the model's own.
 
+    Where torch runs in place of a faster step, a logged warning says why, once for a model and reason; with
+    `return_dict_in_generate` the output's attribute `backend` is what served: "packed", "triton" or "torch".
+
     Generated tokens are read exactly. At every 64 of them they join the prompt: from then on they are retrieved and
     estimated like the prompt's tokens, and the budget is a share of both.
 
@@ -285,8 +288,8 @@ class Decoding:
         output = continued(
             text, ids, logits, config, options["logits_processor"], options["stopping_criteria"], streamer
         )
-        for layer in text.full_layers:
-            self.steps[layer] += text.tokens - before
+        if text.tokens > before:
+            self.steps.update(dict.fromkeys(text.full_layers, text.tokens - before))
         return output
 
 
@@ -347,12 +350,14 @@ def continued(
         streamer.end()
     if not config.return_dict_in_generate:
         return ids
-    return GenerateDecoderOnlyOutput(
+    output = GenerateDecoderOnlyOutput(
         sequences=ids,
         scores=kept_scores if config.output_scores else None,
         logits=kept_logits if config.output_logits else None,
         past_key_values=text.backend.cache,
     )
+    output.backend = text.backend.name
+    return output
 
 
 # ---- what the loop takes ---------------------------------------------------------------------------------------------
@@ -403,8 +408,8 @@ def require_counted(positions: Tensor | None, mask: Tensor | None, columns: tupl
     """Raises ValueError unless positions [B, L] of a prompt are what the loop counts, without padding."""
     if positions is None or positions.ndim != 2:
         return
-    counted = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
-    counted = counted.cumsum(1) - 1
+    real = torch.ones(columns, dtype=torch.long) if mask is None else mask.cpu()
+    counted = real.cumsum(1) - 1
     own = positions.cpu().expand(columns[0], -1)
-    if own.shape != counted.shape or bool(((own != counted) & (counted >= 0)).any()):
+    if own.shape != counted.shape or bool(((own != counted) & real.bool()).any()):
         raise ValueError("our loop counts positions itself: leave out position_ids")

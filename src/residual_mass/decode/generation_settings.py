@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "is_assistant": (bool, NO_DRAFTS),
 }
 """Settings that are refused in every mode: which of their values, and the line."""
-PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Modes in which every row keeps its own tokens."""
 
 
@@ -64,7 +64,7 @@ def require_settings(config: GenerationConfig) -> None:
     mode = config.get_generation_mode()
     if mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(NO_DRAFTS)
-    if mode not in PLAIN:
+    if mode not in PLAIN_MODES:
         raise ValueError(
             f"a method does not support {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
             "num_beams=1"

@@ -11,24 +11,25 @@ vocabulary, D = head dimension.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import TorchDynamoException
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.decode.backend import Backend, LayerCall
 from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, running, switched
 from residual_mass.model.layers import AttentionWindow, attention_layers, keeps_states, window_of
+from residual_mass.model.memory import give_back_memory
 from residual_mass.model.rotary import changing_rotations, frequencies_of, frequencies_of_each_call
 
 PIECE = 1024
 """Queries that a layer with a window reads at once."""
+LONG_PROMPT = 2048
+"""Tokens read at once after which freed memory is given back to the system: below, there is little of it."""
 
 
 class Text:
@@ -95,6 +96,8 @@ class Text:
         """
         logits = self._forward(self.backend.read, ids, 1, **inputs)
         self.tokens += ids.shape[1]
+        if ids.numel() >= LONG_PROMPT:
+            give_back_memory()
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
@@ -178,12 +181,14 @@ class Text:
         positions = positions.clone(memory_format=torch.contiguous_format)
         mask = unmasked(ids)
         try:
-            return compiled(self.model, ids, positions, mask)
-        except TorchDynamoException as error:
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(f"steps of {type(self.model).__name__} are not compiled: {reason}", stacklevel=2)
+            return compiled(ids, positions, mask)
+        except Exception as error:
+            if self._called:
+                raise  # of the step itself, which has begun
             self.compiled = None
-            return logits_of(self.model, ids, positions, mask, None, 1)
+            logits = logits_of(self.model, ids, positions, mask, None, 1)
+            compiled.give_up(error)  # otherwise the error is the model's own, and was raised again
+            return logits
 
     def _positions(self, ids: Tensor) -> Tensor:
         """Returns the positions [B, T] of new tokens, counted without padding; 0 on padding."""

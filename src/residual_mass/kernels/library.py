@@ -1,6 +1,7 @@
 """Loads the compiled kernels that this CPU has instructions for.
 
-`RESIDUAL_MASS_KERNELS` names others: avx512, avx2, portable, or off for none.
+`RESIDUAL_MASS_KERNELS` names others: avx512, avx2, portable, or off for none. `RESIDUAL_MASS_CPU=plain` makes portable
+the best.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NoReturn
 
 import torch  # first: the kernels take the OpenMP runtime that it has loaded
 from torch import Tensor
+
+from residual_mass.kernels.cpu import is_plain
 
 FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
@@ -66,7 +69,7 @@ class Library:
 
     def best_target(self) -> str:
         """Returns the best target for this CPU."""
-        return TARGETS[self._functions.target()]
+        return TARGETS[0 if is_plain() else self._functions.target()]
 
     def attend(
         self, buffers: Buffers, full: bool, residual: bool, threads: int, factor: float, query: Tensor, *others: Tensor

@@ -32,7 +32,6 @@ from residual_mass.model.layers import device_of
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import frequencies_of
-from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
@@ -67,7 +66,7 @@ class PartialKV(HFLM):
     Args:
         pretrained: as in HFLM, a name, a folder or a loaded model.
         method: a name in `residual_mass.methods`.
-        budget: exact-support budget as a share of the prompt, anchors included, in (0, 1]; ignored for full.
+        budget: exact-support budget as a share of the prompt, anchors included, in (0, 1]; not for full and caches.
         phi: feature maps or their file, for the methods that need them.
         num_sink, num_tail: first and last positions of the prompt that are always exact.
         stride: tokens of a chunk in rolling likelihoods.
@@ -94,9 +93,9 @@ class PartialKV(HFLM):
     ) -> None:
         _require_supported(options)
         try:
-            arm = arm_of(method, budget)
+            arm = arm_of(method, budget if method_named(method).chooses else None)
             self.budget = None if arm.budget_percent is None else arm.budget_percent / 100
-            self.arm = ArmSpec(method, arm.budget_percent)
+            self.arm = arm
             _require_whole("num_sink", num_sink, 0)
             _require_whole("num_tail", num_tail, 0)
             _require_whole("stride", stride, 1)
@@ -120,7 +119,7 @@ class PartialKV(HFLM):
     @property
     def _arguments(self) -> tuple[str, float | None, PhiMaps | None, int, int]:
         """Arguments of `partial_kv` after the model."""
-        return self.arm.method, self.budget, self.phi, self.anchors.sink, self.anchors.tail
+        return self.arm.rule.name, self.budget, self.phi, self.anchors.sink, self.anchors.tail
 
     def _text(self) -> Text:
         """Returns an empty text under the method, by the backend that serves it here."""
@@ -130,7 +129,7 @@ class PartialKV(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """Returns HFLM's facts with those that identify the method in the results."""
         phi_sha256 = None if self.phi is None else self.phi.sha256
-        facts = {"method": self.arm.method, "budget": self.budget, "phi_sha256": phi_sha256}
+        facts = {"method": self.arm.rule.name, "budget": self.budget, "phi_sha256": phi_sha256}
         facts |= {"num_sink": self.anchors.sink, "num_tail": self.anchors.tail}
         facts |= {"stride": self.stride, "weights": self.weights}
         return {**super().get_model_info(), "partial_kv": facts}
@@ -224,7 +223,7 @@ class PartialKV(HFLM):
             text = text.copy()
         logits = text.step(self._ids(tokens))[0]
         if not logits.isfinite().all():
-            raise NotFiniteError(0, f"the logits under {self.arm.method} are", "weights are damaged, or overflow")
+            raise NotFiniteError(0, f"the logits under {self.arm.rule.name} are", "weights are damaged, or overflow")
         return logits
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 import time
+import tomllib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -20,21 +23,46 @@ CLOCKS_APART = 60
 """Tolerated clock difference in seconds between machines that share files."""
 
 
+def package_problems(project: Path) -> list[str]:
+    """Returns one line if the Python that runs this, and so the jobs, lacks packages that they need.
+
+    Args:
+        project: a pyproject.toml, whose extra `pipeline` names them.
+    """
+    declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+    extras = declared["optional-dependencies"]
+    lacking = []
+    for line in (*declared["dependencies"], *extras["measure"], *extras["pipeline"]):
+        name = re.split(r"[^\w.-]", line)[0]
+        if name != declared["name"] and not _version(name):
+            lacking.append(name)
+    if not lacking:
+        return []
+    names = ", ".join(sorted(set(lacking)))
+    other = "run Snakemake by the Python that has them, such as `.venv/bin/python -m snakemake` after `make install`"
+    return [f"{sys.executable}, which runs the jobs, lacks {names}: {other}"]
+
+
 def backbone_problems(
-    backbones: Sequence[BackboneSpec], assets: Path, asks_hub: bool = True, submits: bool | None = None
+    backbones: Sequence[BackboneSpec],
+    assets: Path,
+    asks_hub: bool = True,
+    submits: bool | None = None,
+    own_python: bool = True,
 ) -> list[str]:
     """Returns one line per problem, with its remedy; empty if jobs of these backbones can start here.
 
     Args:
         asks_hub: whether to ask the hub about its models; otherwise they are not checked.
         submits: whether jobs run elsewhere; None assumes so if there is SLURM.
+        own_python: whether jobs run the Python that runs this, and so its torch.
     """
     lines: list[str] = []
     for backbone in backbones:
         if asks_hub or backbone.source != "hub":
             lines += _access_problems(backbone, assets)
     names = ", ".join(backbone.name for backbone in backbones if backbone.requires_gpu)
-    version = metadata.version("torch")
+    version = _version("torch") if own_python else ""
     if submits is None:
         submits = shutil.which("sbatch") is not None
     if names and not (has_gpu() or submits):
@@ -66,6 +94,14 @@ def unwritable(outputs: Iterable[Path]) -> list[str]:
         folders.add(existing[0])
     refused = sorted(str(folder) for folder in folders if not os.access(folder, os.W_OK))
     return [f"{folder}: cannot be written to; make the folder or its disk writable" for folder in refused]
+
+
+def _version(package: str) -> str:
+    """Returns the version of an installed package; empty if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def has_gpu() -> bool:

@@ -47,13 +47,6 @@ class Side:
         """Whether this is transformers' own full attention."""
         return self.method.whole_prefix and not self.packed
 
-    @property
-    def name(self) -> str:
-        """The method with its budget, if it takes one."""
-        if self.method.whole_prefix or self.method.selector.replaces_cache:
-            return self.method.name
-        return f"{self.method.name}, {100 * self.budget:g} %"
-
 
 def require_compiler(model: PreTrainedModel, args: Arguments) -> None:
     """Raises ValueError if `--compile` is given and the steps of a model cannot be compiled here."""
@@ -96,14 +89,10 @@ def bytes_of(cache: Cache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def timed(model: PreTrainedModel, side: Side, cache: Cache, steps: int) -> Turn:
-    """Returns the seconds of `generate`'s decode steps. It reads one more token of the prompt before them."""
-    ids = torch.full((1, cache.get_seq_length() + 1), 1, device=model.device)
-    return timed_after(model, side, ids, cache, steps)
-
-
 def timed_after(model: PreTrainedModel, side: Side, ids: Tensor, cache: Cache | None, steps: int) -> Turn:
-    """Does so after a text [1, L], of which the cache holds the beginning; it reads all of it without one."""
+    """Returns the seconds of `generate`'s decode steps after a text [1, L], of which the cache holds the beginning; it
+    reads all of it without one.
+    """
     clock = StepClock()
     loop = {"streamer": clock} if side.plain else {"custom_generate": loop_of(side, streamer=clock)}
     generated(model, ids, cache, steps + 2, loop)

@@ -86,30 +86,6 @@ def feature_bytes(method: Method, step: Step, tokens: float) -> float:
     return FLOAT32 * step.features * tokens if method.subtracts else 0
 
 
-def bytes_per_verified_token(share: float, differences: float, max_n: int) -> tuple[float, int]:
-    """Returns the bytes per token that self-speculative decoding reads, as a share of those of full attention, and the
-    draft length n that minimises them:
-
-        min over n of (n b + 1) h / (1 - (1 - h)^(n + 1)).
-
-    A method drafts n tokens, and one step of full attention verifies them all. A draft gives the tokens before its
-    first difference and one more.
-
-    Args:
-        share: b, the bytes that a draft step reads, as a share of those of full attention.
-        differences: h, first differences per drafted token.
-        max_n: largest n, such as the length of the drafts that h was measured on. n = 0, no draft, gives 1.
-    """
-    agree = 1 - differences
-    tokens = 1.0  # expected tokens of a draft, 1 + agree + ... + agree^n
-    least = (1.0, 0)
-    for n in range(1, max_n + 1):
-        tokens += agree**n
-        read = (n * share + 1) / tokens
-        least = min(least, (read, n))
-    return least
-
-
 def most_retrieved(method: Method, k: int, step: Step) -> int:
     """Returns the most distinct tokens that the query heads of a KV head can retrieve with K each."""
     if not isinstance(method.selector, PerGroup):

@@ -1,41 +1,34 @@
-"""`pack_weights`: linear layers in 4 or 8 bits on a CPU, by torch's products of packed weights.
-
-A product of few rows, a decode step's, reads the codes: `aten::_weight_int4pack_mm_for_cpu` or
-`aten::_weight_int8pack_mm`, with activations in bfloat16, for which alone they are fast. A product of many rows, a
-prompt's, dequantises this one layer to the dtype of the activations. Both read the same codes.
-
-Shape letters: M = rows of activations, N / K = output / input features, g = group of weights with a scale and a zero.
-"""
+"""`pack_weights`: a model's linear layers in 4 or 8 bits on a CPU, in place."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
+from functools import partial
+from statistics import mean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from residual_mass.model.weight_codes import MIDDLE, codes_of_4_bits, codes_of_8_bits
+from residual_mass.kernels.cpu import has_bfloat16
+from residual_mass.model.memory import give_back_memory
+from residual_mass.model.packed_linear import (
+    GROUPS,
+    Linear4,
+    Linear8,
+    PackedEmbedding,
+    PackedHead,
+    PackedLinear,
+    layout_here,
+)
+from residual_mass.model.weight_codes import lies_on_grids
 
 log = logging.getLogger(__name__)
 
-GROUPS = (32, 64, 128, 256)
-"""Weights of a group that torch's 4-bit product knows."""
-ROW_MULTIPLE = 64
-"""Output features are a multiple of this in 4 bits, so that torch packs them in whole blocks; others are 0."""
-COLUMN_MULTIPLE = 32
-"""Input features are a multiple of this in 8 bits: torch reads beyond the end of rows of other lengths."""
-LAYOUTS = ((64, 32), (32, 16), (32, 1))
-"""Rows of a block, and how far apart the two rows of a byte are: with AVX-512, AVX2, and neither."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of layers that choose experts. Rounding them would change which weights are read, and they are small."""
 FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
@@ -47,238 +40,18 @@ UNSAFE_METHODS = ("save_pretrained", "resize_token_embeddings")
 """Methods that do not know packed weights, and would leave a model or its files half changed."""
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
-
-
-class PackedLinear(nn.Module):
-    """A linear layer whose weight is in codes.
-
-    Attributes:
-        codes: as torch's product reads them; integers, which `model.to(dtype)` leaves as they are.
-        scales: bfloat16, which they stay.
-        bias: [N] or None, in the dtype of the model.
-    """
-
-    most_rows: int
-    """Rows up to which the product of packed weights is the faster one."""
-    codes: Tensor
-    scales: Tensor
-
-    def __init__(self, rows: int, columns: int, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.in_features = columns
-        self.out_features = rows
-        self.bias = bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Computes [..., N] in the dtype of x [..., K]."""
-        if self.codes.device.type != "cpu":
-            raise ValueError(
-                f"the weights are packed for a CPU, and the model is on {self.codes.device}: move it back with "
-                'model.to("cpu"), or load it again for that device'
-            )
-        rows = math.prod(x.shape[:-1])
-        if rows > self.most_rows:
-            return F.linear(x, self.dequantised(x.dtype), self.bias)
-        flat = x.reshape(rows, self.in_features).to(torch.bfloat16).contiguous()
-        output = self.product(flat)[:, : self.out_features]
-        output = output.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
-
-    def product(self, x: Tensor) -> Tensor:
-        """Computes [M, N or more] of x [M, K] in bfloat16 by torch's product of packed weights."""
-        raise NotImplementedError
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [N, K]."""
-        raise NotImplementedError
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight [N, K], made anew in the dtype of the bias or the scales; it can neither be set nor be tied."""
-        return self.dequantised(self.scales.dtype if self.bias is None else self.bias.dtype)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-    def _apply(self, fn: Any, recurse: bool = True) -> PackedLinear:
-        scales = self.scales
-        super()._apply(fn, recurse)
-        if self.scales.dtype != scales.dtype:
-            self.scales = scales.to(self.scales.device)  # not rounded twice, and the dtype that torch's product takes
-        return self
-
-
-class Linear4(PackedLinear):
-    """A linear layer with weights in 4 bits; where they are dequantised codes, with these codes.
-
-    Attributes:
-        codes: [N', K' / 2] uint8 in the layout of this CPU, N' and K' the next multiples of `ROW_MULTIPLE` and g.
-        scales: [K' / g, N', 2] bfloat16, scale and zero.
-    """
-
-    most_rows = 32
-
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None, group: int) -> None:
-        super().__init__(*weight.shape, bias)
-        self.group = group
-        self.layout = layout_here()
-        codes, scale, zero = codes_of_4_bits(widened(weight, group), group)
-        more = -len(codes) % ROW_MULTIPLE
-        scales = F.pad(torch.stack((scale, zero), -1), (0, 0, 0, 0, 0, more))
-        codes = F.pad(codes.to(torch.int32), (0, 0, 0, more))
-        self.register_buffer("codes", packed_codes(codes))
-        self.register_buffer("scales", scales.transpose(0, 1).contiguous())
-
-    def product(self, x: Tensor) -> Tensor:
-        more = -self.in_features % self.group
-        if more:
-            x = F.pad(x, (0, more))
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.codes, self.group, self.scales)
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight [N, K], of strides (1, N'): both are faster by column."""
-        codes = unpacked_codes(self.codes, self.layout)
-        signed = codes.sub_(MIDDLE).view(torch.int8)  # wraps around below 0
-        groups = signed.to(dtype).unflatten(0, (-1, self.group))
-        scale = self.scales[:, None, :, 0].to(dtype).contiguous()
-        zero = self.scales[:, None, :, 1].to(dtype).contiguous()
-        weight = torch.addcmul(zero, groups, scale).flatten(0, 1)
-        return weight[: self.in_features, : self.out_features].T
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits=4, group={self.group}"
-
-    def get_extra_state(self) -> Tensor:
-        """Returns the layout of the codes, which other CPUs read as other weights."""
-        return torch.tensor(self.layout)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        require_layout(state.tolist())
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        require_layout(self.layout)
-
-
-class Linear8(PackedLinear):
-    """A linear layer with weights in 8 bits.
-
-    Attributes:
-        codes: [N, K'] int8, K' the next multiple of `COLUMN_MULTIPLE`.
-        scales: [N] bfloat16.
-    """
-
-    most_rows = 16
-
-    def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
-        super().__init__(*weight.shape, bias)
-        codes, scales = codes_of_8_bits(widened(weight, COLUMN_MULTIPLE))
-        self.register_buffer("codes", codes)
-        self.register_buffer("scales", scales)
-
-    def product(self, x: Tensor) -> Tensor:
-        more = -self.in_features % COLUMN_MULTIPLE
-        if more:
-            x = F.pad(x, (0, more))
-        return torch.ops.aten._weight_int8pack_mm(x, self.codes, self.scales)
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        weight = self.codes.to(dtype)
-        weight *= self.scales.to(dtype)[:, None]
-        return weight[:, : self.in_features]
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, bits=8"
-
-
-class PackedEmbedding(nn.Module):
-    """An embedding that reads the rows of the head to which it was tied.
-
-    Args:
-        head: its codes and scales stay those of the head.
-        padding_idx: as in `nn.Embedding`; it matters for gradients alone.
-    """
-
-    like: Tensor
-    """No numbers, in the dtype that is returned."""
-
-    def __init__(self, head: Linear8, padding_idx: int | None, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._head = [head]  # in a list, so that it is no module of this one, too
-        self.num_embeddings = head.out_features
-        self.embedding_dim = head.in_features
-        self.padding_idx = padding_idx
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the vectors [..., K] of ids [...]."""
-        head = self._head[0]
-        codes = head.codes[ids][..., : self.embedding_dim]
-        return codes.to(self.like.dtype) * head.scales[ids].to(self.like.dtype).unsqueeze(-1)
-
-    @property
-    def weight(self) -> Tensor:
-        """The embedding [N, K], made anew; it can neither be set nor be tied."""
-        return self._head[0].dequantised(self.like.dtype)
-
-
-def widened(weight: Tensor, multiple: int) -> Tensor:
-    """Repeats the last column of a weight [N, K] up to a multiple; inputs are 0 there."""
-    more = -weight.shape[1] % multiple
-    return torch.cat((weight, weight[:, -1:].expand(-1, more)), 1)
-
-
-def packed_codes(codes: Tensor) -> Tensor:
-    """Packs codes [N', K'] int32 as torch's product reads them on this CPU: [N', K' / 2] uint8."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), 1)
-
-
-def unpacked_codes(packed: Tensor, layout: tuple[int, int]) -> Tensor:
-    """Returns the codes [K', N'] uint8 of packed ones [N', K' / 2]."""
-    block, apart = layout
-    rows = packed.shape[0]
-    blocks = packed.view(rows // block, -1, block // 2)  # of all columns, one after the other
-    pair = (blocks & 15, blocks >> 4)
-    codes = torch.stack(pair, -1 if apart == 1 else 2)
-    return codes.transpose(0, 1).reshape(-1, rows)
-
-
-@cache
-def layout_here() -> tuple[int, int]:
-    """Returns the layout in which torch packs 4-bit codes on this CPU, one of `LAYOUTS`.
-
-    Raises:
-        ValueError: it is none of them.
-    """
-    codes = torch.arange(ROW_MULTIPLE * 4, dtype=torch.int32).view(ROW_MULTIPLE, 4) * 7 % 15
-    packed = packed_codes(codes)
-    for layout in LAYOUTS:
-        if torch.equal(unpacked_codes(packed, layout).T, codes.to(torch.uint8)):
-            return layout
-    raise ValueError(f"torch {torch.__version__} packs weights of 4 bits in an unknown layout here: take bits=8")
-
-
-def require_layout(layout: Any) -> None:
-    """Raises ValueError unless codes in a layout are read rightly on this CPU."""
-    if tuple(layout) != layout_here():
-        raise ValueError(
-            f"the weights were packed for another CPU (blocks of {layout[0]} rows, here {layout_here()[0]}): load the "
-            "model again and pack its weights here"
-        )
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreTrainedModel:
+def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: bool = True) -> PreTrainedModel:
     """Packs the weights of a model's linear layers in place, for generation on a CPU. The language-model head gets
-    8 bits in any case. A summary of what was packed is then in `model.packed_weights`.
+    8 bits in any case. How many layers kept their codes, how many were rounded, and by how much, is then in
+    `model.packed_weights`.
 
     With 8 bits, every output feature has a scale; with 4, every group of input features has a scale and a zero. Weights
-    that were dequantised from grids of 16 levels (GGUF files in Q4_0, Q4_1 or Q4_K) keep their codes. Products of up to
-    32 rows (16 in 8 bits) round activations to bfloat16, whatever the dtype of the model.
+    that were dequantised from grids of 16 levels (GGUF files in Q4_0, Q4_1 or Q4_K) keep their codes.
+
+    Products of up to 32 rows (16 in 8 bits) round activations and outputs to bfloat16, whatever the dtype of the model.
+    Of up to 16 rows, the 256 best logits of the head are computed again, and logits are in float32 (in float64 if the
+    model is), in a model in bfloat16, too.
 
     What is not packed is then in bfloat16 if the CPU has instructions for it, with the exceptions that transformers
     makes, as if the model had been loaded in bfloat16; a model in float64 stays in float64. Embeddings, routers,
@@ -288,6 +61,8 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreT
     Args:
         bits: 4 or 8.
         group: weights with a scale and a zero in 4 bits: 32, 64, 128 or 256.
+        mixed: with 4 bits, packs layers that were dequantised from codes which groups of `group` cannot keep (Q5, Q6_K
+            and Q8_0 in GGUF files) in 8 bits, or in groups of 32, whichever is nearer. False packs every layer alike.
 
     Returns:
         The same model.
@@ -305,35 +80,34 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreT
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     shared = head is not None and type(embedding) is nn.Embedding and head.weight is embedding.weight
+    shared = shared and is_plain(embedding)
     places = places_of(model)
     if bits == 4:
         layout_here()
     before = bytes_of(model.modules())
+    layers = []
     for names in places:
         layer = model.get_submodule(names[0])
         weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
         if layer is head:
             untie(model)
-        if bits == 8 or layer is head:
-            new = Linear8(weight, layer.bias)
+            new = PackedHead(weight, layer.bias)
         else:
-            new = Linear4(weight, layer.bias, group)
+            new = packed(weight, layer.bias, bits, group, mixed)
+        layers.append(new)
         for name in names:
             model.set_submodule(name, new.eval())
         if layer is head and shared:
             model.set_input_embeddings(PackedEmbedding(new, embedding.padding_idx, weight.dtype).eval())
     left = (module for module in model.modules() if not isinstance(module, PackedLinear))
     share = 1 - bytes_of(left) / before
-    if has_bfloat16():
-        convert_rest(model)
+    settle_rest(model, copy=share >= 0.5)
     give_back_memory()
     for name in UNSAFE_METHODS:
         setattr(model, name, partial(refuse, name))
-    kind = "8 bits" if bits == 8 else f"4 bits in groups of {group} (head: 8)"
     now = bytes_of(model.modules())
     model.packed_weights = (
-        f"{len(places)} linear layers in {kind}, {share:.0%} of the weights; {now / 2**20:.1f} MiB, "
-        f"{before / 2**20:.1f} before"
+        f"{summary_of(layers)}, {share:.0%} of the weights; {now / 2**20:.1f} MiB, {before / 2**20:.1f} before"
     )
     log.info("%s", model.packed_weights)
     if share < 0.5:
@@ -341,6 +115,26 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32) -> PreT
             f"pack_weights: most of {type(model).__name__} stays as it is: {model.packed_weights}", stacklevel=3
         )
     return model
+
+
+def packed(weight: Tensor, bias: nn.Parameter | None, bits: int, group: int, mixed: bool) -> PackedLinear:
+    """Packs one weight [N, K], as `pack_weights` says."""
+    if bits == 8:
+        return Linear8(weight, bias)
+    layer = Linear4(weight, bias, group)
+    if not mixed or layer.kept or not lies_on_grids(weight):
+        return layer
+    fine = layer if group == GROUPS[0] else Linear4(weight, bias, GROUPS[0])
+    return min(Linear8(weight, bias), fine, key=lambda each: each.error)
+
+
+def summary_of(layers: list[PackedLinear]) -> str:
+    """Returns how many layers are kept how, with the mean of their errors."""
+    errors: dict[str, list[float]] = {}
+    for layer in layers:
+        errors.setdefault(layer.how(), []).append(layer.error)
+    parts = [f"{len(each)} {how} (off by {mean(each):.2%})" for how, each in errors.items()]
+    return ", ".join(parts).replace(" in ", " linear layers in ", 1)
 
 
 def places_of(model: PreTrainedModel) -> list[list[str]]:
@@ -359,8 +153,13 @@ def is_packable(name: str, module: nn.Module) -> bool:
     kind = type(module)
     if kind not in (nn.Linear, Conv1D) and f"{kind.__module__}.{kind.__name__}" != FALCON:
         return False
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return not hooked and name.rpartition(".")[2] not in ROUTERS
+    return is_plain(module) and name.rpartition(".")[2] not in ROUTERS
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Returns whether calls of a module compute what its class does: it has no hooks, and no limit on its vectors."""
+    changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return not changed and getattr(module, "max_norm", None) is None
 
 
 def bytes_of(modules: Iterable[nn.Module]) -> int:
@@ -381,31 +180,24 @@ def untie(model: PreTrainedModel) -> None:
     model.all_tied_weights_keys = {}
 
 
-def has_bfloat16() -> bool:
-    """Returns whether this CPU multiplies matrices in bfloat16 by instructions of its own, as far as torch knows."""
-    queries = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, query, bool)() for query in queries)
-
-
-def convert_rest(model: PreTrainedModel) -> None:
-    """Rounds parameters in float32 and float16 to bfloat16, as `from_pretrained(dtype=torch.bfloat16)` would.
+def settle_rest(model: PreTrainedModel, copy: bool) -> None:
+    """Rounds parameters in float32 and float16 to bfloat16 if that is fast here, as loading in bfloat16 would.
 
     Buffers stay as they are: transformers computes rotary frequencies in float32.
+
+    Args:
+        copy: copies all others too, so that none keeps a whole file of weights mapped into memory.
     """
+    fast = has_bfloat16()
     wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for module in model.modules():
-        if isinstance(module, PackedEmbedding) and module.like.dtype != torch.float64:
+        if fast and isinstance(module, PackedEmbedding) and module.like.dtype != torch.float64:
             module.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
-        if parameter.dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def give_back_memory() -> None:
-    """Returns freed memory to the system where the C library keeps it: glibc holds on to hundreds of MiB here."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+        dtype = parameter.dtype
+        if fast and dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):
+            dtype = torch.bfloat16
+        parameter.data = parameter.data.to(dtype, copy=copy)
 
 
 def refuse(name: str, *args: Any, **kwargs: Any) -> None:

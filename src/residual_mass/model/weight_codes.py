@@ -1,10 +1,12 @@
-"""WeightCodes of weights: 4 bits on a grid of 16 levels by group, or 8 bits on one grid by row.
+"""Codes of weights: 4 bits on a grid of 16 levels by group, or 8 bits on one grid by row.
 
 A weight of 4 bits is (code - 8) * scale + zero, with codes from 0 to 15; one of 8 bits is code * scale, with codes from
 -127 to 127. Scales and zeros are in bfloat16. Weights that lie on grids of 16 levels already, as those of a GGUF file
 in Q4_0, Q4_1 or Q4_K that was dequantised, keep their codes, so that nothing but scale and zero is rounded.
 
-Shape letters: N = output features, K = input features, g = group, G = K / g.
+Errors are relative: the root mean square of what weights are off by, over that of the weights.
+
+Shape letters: N = output features, K = input features, g = group, G = K / g rounded up, R = any number of groups.
 """
 
 from __future__ import annotations
@@ -19,49 +21,119 @@ MIDDLE = 8
 """The code that stands for `zero` alone."""
 PART = 2**18
 """Weights that are looked at together: they fit a processor's cache."""
+SAMPLE = 128
+"""Groups that tell whether a weight was dequantised."""
+SAMPLE_WIDTH = 16
+"""Weights of each: as many or more share a grid in every format of GGUF."""
+STEPS_FROM_ZERO = 128
+"""Most steps between 0 and a weight on a grid that has 0: those of Q8_0 have 127, those of Q6_K 32."""
+STEPS_FROM_LOWEST = 31
+"""Most steps between two weights on any other grid: those of Q5_1 and Q5_K."""
 
 
-class WeightCodes(NamedTuple):
-    """Weights in 4 bits."""
+class Codes4(NamedTuple):
+    """Weights in 4 bits.
+
+    Attributes:
+        codes: [N, G * g] float32, whole numbers from 0 to 15; those beyond K repeat the last.
+        scale, zero: [N, G] bfloat16.
+        kept: whether the weights were dequantised from these codes.
+        error: relative.
+    """
 
     codes: Tensor
-    """[N, K] float32, whole numbers from 0 to 15."""
     scale: Tensor
-    """[N, G] bfloat16."""
     zero: Tensor
-    """[N, G] bfloat16."""
+    kept: bool
+    error: float
 
 
-def codes_of_4_bits(weight: Tensor, group: int) -> WeightCodes:
-    """Rounds a weight [N, K], K a multiple of `group`, to 4 bits, or finds the codes from which it was dequantised."""
-    groups = weight.detach().float().view(-1, group)
-    parts = groups.split(PART // group)
-    precision = torch.finfo(weight.dtype)
-    codes = []
-    for part in parts:
-        found = codes_on_grids(part, precision)
-        if found is None:
-            codes = [rounded(each) for each in parts]
-            break
-        codes.append(found)
+class Codes8(NamedTuple):
+    """Weights in 8 bits.
+
+    Attributes:
+        codes: [N, K] int8.
+        scale: [N] bfloat16.
+        error: relative.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    error: float
+
+
+def codes_of_4_bits(weight: Tensor, group: int) -> Codes4:
+    """Rounds a weight [N, K] to 4 bits, or finds the codes from which it was dequantised."""
+    rows, columns = weight.shape
+    last = columns % group
+    wide = weight.detach().float()
+    if last:
+        wide = torch.cat((wide, wide[:, -1:].expand(-1, group - last)), 1)  # changes neither extremes nor grids
+    parts = wide.reshape(-1, group).split(PART // group)
+    own = own_codes(parts, torch.finfo(weight.dtype)) if lies_on_grids(weight) else None
+    codes = own or [rounded(part) for part in parts]
     fits = [fitted(part, part_codes) for part, part_codes in zip(parts, codes, strict=True)]
-    scale = torch.cat([fit[0] for fit in fits])
-    zero = torch.cat([fit[1] for fit in fits])
-    rows = len(weight)
-    return WeightCodes(torch.cat(codes).view(rows, -1), scale.view(rows, -1), zero.view(rows, -1))
+    scale, zero = (torch.cat(each).view(rows, -1) for each in zip(*fits, strict=True))
+    grid = torch.cat(codes).view(rows, -1)
+    if last:  # the repeated weights take no part in the fit
+        tail = slice(columns - last, columns)
+        scale[:, -1], zero[:, -1] = fitted(wide[:, tail], grid[:, tail])
+    steps = (grid - MIDDLE).view(rows, -1, group)
+    back = torch.addcmul(zero.float()[..., None], steps, scale.float()[..., None]).view(rows, -1)
+    off = (back - wide)[:, :columns]
+    return Codes4(grid, scale, zero, own is not None, _ratio(off.norm(), wide[:, :columns].norm()))
 
 
-def codes_of_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a weight [N, K] to int8 by row. Returns the codes [N, K] and the scales [N] in bfloat16."""
-    codes = []
-    scales = []
+def codes_of_8_bits(weight: Tensor) -> Codes8:
+    """Rounds a weight [N, K] to int8 by row."""
+    found = []
     for part in weight.detach().split(max(1, PART // weight.shape[1])):
         rows = part.float()
         scale = (rows.abs().amax(1) / 127).bfloat16()
-        steps = rows / _divisor(scale.float())[:, None]
-        codes.append(steps.round_().clamp_(-127, 127).to(torch.int8))
-        scales.append(scale)
-    return torch.cat(codes), torch.cat(scales)
+        step = scale.float()[:, None]
+        codes = (rows / _divisor(step)).round_().clamp_(-127, 127)
+        off = (codes * step - rows).norm()
+        found.append((codes.to(torch.int8), scale, off[None], rows.norm()[None]))
+    codes, scale, off, size = (torch.cat(each) for each in zip(*found, strict=True))
+    return Codes8(codes, scale, _ratio(off.norm(), size.norm()))
+
+
+def _ratio(off: Tensor, size: Tensor) -> float:
+    return float(off / _divisor(size))
+
+
+def lies_on_grids(weight: Tensor) -> bool:
+    """Returns whether a weight [N, K] was dequantised, from 4 bits or from more, as a sample of its groups says.
+
+    On grids that have 0, all weights of a group are multiples of their largest by the number of its steps; on others,
+    so are their distances to the lowest.
+    """
+    rows, columns = weight.shape
+    width = min(SAMPLE_WIDTH, columns)
+    draw = torch.Generator().manual_seed(0)
+    row = torch.randint(rows, (SAMPLE, 1), generator=draw)
+    first = torch.randint(columns // width, (SAMPLE, 1), generator=draw) * width
+    kept = weight.detach()[row, first + torch.arange(width)]
+    groups = kept.float()
+    precision = torch.finfo(kept.dtype)
+    # Half a unit in the last place for the weight and as much for the step; and for what is computed here in float32.
+    units = precision.eps + 4 * torch.finfo(torch.float32).eps
+    sizes = groups.abs().clamp_min(precision.tiny)
+    above = groups - groups.amin(-1, keepdim=True)
+    from_zero = _multiples(groups, STEPS_FROM_ZERO, units * sizes)
+    from_lowest = _multiples(above, STEPS_FROM_LOWEST, 2 * units * sizes.amax(-1, keepdim=True).expand_as(sizes))
+    return bool((from_zero | from_lowest).all())
+
+
+def _multiples(numbers: Tensor, most: int, bounds: Tensor) -> Tensor:
+    """Returns which groups [R] of numbers [R, g] are multiples, within bounds [R, g], of their largest by some k up to
+    `most`.
+    """
+    steps = numbers.abs().amax(-1, keepdim=True) / torch.arange(1, most + 1)  # [R, most]
+    steps = steps[..., None]
+    numbers = numbers[:, None]
+    off = numbers - (numbers / _divisor(steps)).round() * steps
+    return (off.abs() <= bounds[:, None]).all(-1).any(-1)
 
 
 def rounded(groups: Tensor) -> Tensor:
@@ -89,6 +161,17 @@ def fitted(groups: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
 def _divisor(numbers: Tensor) -> Tensor:
     """Returns the numbers with 1 in place of 0: groups of equal weights have no step."""
     return numbers.masked_fill(numbers == 0, 1)
+
+
+def own_codes(parts: tuple[Tensor, ...], precision: torch.finfo) -> list[Tensor] | None:
+    """Returns the codes of all parts [R, g] by `codes_on_grids`; None unless all lie on grids of 16 levels."""
+    found = []
+    for part in parts:
+        codes = codes_on_grids(part, precision)
+        if codes is None:
+            return None
+        found.append(codes)
+    return found
 
 
 def codes_on_grids(groups: Tensor, precision: torch.finfo) -> Tensor | None:

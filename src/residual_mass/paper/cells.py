@@ -69,8 +69,8 @@ def join_results(cells: pd.DataFrame, rows: pd.DataFrame, absent: pd.Series | bo
 
 def with_empty_texts(cells: pd.DataFrame) -> pd.DataFrame:
     """Returns cells whose unknown texts are empty; unknown numbers stay."""
-    columns = cells.select_dtypes(["object", "str"]).columns
-    words = [name for name in columns if name not in FLOATS | COUNTS | FLAGS]
+    others = [name for name in cells if name not in FLOATS | COUNTS | FLAGS]
+    words = [name for name in others if not pd.api.types.is_numeric_dtype(cells[name])]
     return cells.fillna(dict.fromkeys(words, ""))
 
 

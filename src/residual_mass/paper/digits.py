@@ -76,8 +76,8 @@ def _forms() -> Iterator[tuple[str, Form]]:
     for name, metric in METRICS.items():
         yield name, functools.partial(format_value, metric=metric)
     by_form: dict[Form, str] = {
-        "{:.1%}".format: "step_share state_share bytes_per_verified_token",
-        "{:,.0f}".format: "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps draft_tokens",
+        "{:.1%}".format: "step_share state_share",
+        "{:,.0f}".format: "params_per_head q_heads kv_heads summary_bytes state_bytes training_steps",
         format_millions: "phi_q_total phi_k_total total",
         format_seconds: "training_seconds",
         format_steps: "steps sequences teacher_passes",

@@ -12,7 +12,6 @@ from pathlib import Path
 import pandas as pd
 
 from residual_mass.files import csv_text, read_csv
-from residual_mass.metrics import VERIFIED
 
 FLOATS = frozenset(
     (
@@ -35,10 +34,10 @@ COUNTS = frozenset(
 FLAGS = frozenset(("bold", "own"))
 COLUMN_DIGITS = {"budget_percent": "g", "gain_p_holm": ".6f", "peak_memory_mib": ".1f"}
 """Formats of columns in the CSV of cells; other floats have the digits of their table, as their stage writes them."""
-QUANTITY_DIGITS = {VERIFIED.name: "", "over_floor": ".6f", "training_seconds": ""} | dict.fromkeys(
+QUANTITY_DIGITS = {"over_floor": ".6f", "training_seconds": ""} | dict.fromkeys(
     (
         "params_per_head q_heads kv_heads phi_q_total phi_k_total total steps sequences teacher_passes step_bytes "
-        "state_bytes training_steps draft_tokens"
+        "state_bytes training_steps"
     ).split(),
     ".0f",
 )

@@ -19,6 +19,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, GenerateManager
 
 from residual_mass.methods.served import packing_of
+from residual_mass.model.rotary import require_constant_frequencies
 from residual_mass.serve.answers import Answers, answers_of, new_tokens
 
 BY_HEADER = "x-residual-mass"
@@ -87,8 +88,11 @@ class Generations(GenerateManager):
 
 def prepare_header(model: PreTrainedModel, inputs: Any, config: GenerationConfig) -> None:
     answers = answers_of(model)
-    new_tokens(model, inputs["input_ids"], config)  # refuses a prompt that is too long
-    reason = answers.refusal(inputs["input_ids"], config)
+    ids = inputs["input_ids"]
+    new = new_tokens(model, ids, config)  # refuses a prompt that is too long
+    reason = answers.refusal(ids, config)
+    if reason is None:
+        require_constant_frequencies(model, ids, None, None if new is None else ids.shape[-1] + new)
     method = served_by(answers)
     _header.get()[BY_HEADER] = method if reason is None else f"full attention: {reason}"
 

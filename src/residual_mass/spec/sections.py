@@ -242,8 +242,6 @@ class Continuations(Settings):
     """Longest continuation, in tokens."""
     seed: Natural
     """Seed of the documents."""
-    drafts: Natural = 0
-    """Places in each document from which full attention continues greedily, to count the errors of drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)

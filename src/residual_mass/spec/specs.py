@@ -141,12 +141,6 @@ class ForceSpec(ArmsSpec, Continuations):
         return (*self.rows_of_answer, *((OWN, arm) for arm in self.arms_of_documents), *dense)
 
     @property
-    def rows_of_draft(self) -> tuple[tuple[str, ArmSpec], ...]:
-        """State and arm of each row of a draft."""
-        arms = (*self.arms, *self.arms_of_documents)
-        return tuple((OWN, arm) for arm in arms if not arm.is_full)
-
-    @property
     def rows_of_answer(self) -> tuple[tuple[str, ArmSpec], ...]:
         """State and arm of each row of an answer to a prompt."""
         return tuple((OWN, arm) for arm in self.arms)

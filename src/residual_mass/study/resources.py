@@ -1,14 +1,16 @@
-"""Sizes, launchers, flags and report entries of the workflow's jobs."""
+"""Sizes, interpreters, launchers, flags and report entries of the workflow's jobs."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from snakemake.io import report
+from snakemake.settings.types import DeploymentMethod
 
 from residual_mass.study.checkout import Wildcards
 from residual_mass.study.plan import Plan
@@ -48,6 +50,22 @@ class JobSize:
         return 8 if self.workflow.remote_exec else self.workflow.resource_settings.cores or 8
 
 
+def brings_python(workflow: Any) -> bool:
+    """Returns whether jobs run in environments with a Python of their own: those of `--sdm conda`, or under
+    `--sdm apptainer` the images that rules name.
+    """
+    asked = workflow.deployment_settings.deployment_method
+    in_images = DeploymentMethod.APPTAINER in asked and any(rule.container_img for rule in workflow.rules)
+    return DeploymentMethod.CONDA in asked or in_images
+
+
+def interpreter(workflow: Any) -> str:
+    """Returns the Python of jobs as a word of the shell: the one that runs Snakemake, whatever PATH has, or `python`
+    within an environment that brings its own.
+    """
+    return "python" if brings_python(workflow) else shlex.quote(sys.executable)
+
+
 def launcher(wildcards: Wildcards, resources: Any) -> str:
     """Returns the command that starts the processes of a training.
 
@@ -55,9 +73,9 @@ def launcher(wildcards: Wildcards, resources: Any) -> str:
     the SIGTERM that asks for a checkpoint would end the shell, and Snakemake with it.
     """
     if resources.gpu < 2:
-        return "exec python"
-    start = f"python -m torch.distributed.run --standalone --nproc-per-node {resources.gpu}"
-    return f"exec python -m residual_mass.machine.gpus {resources.gpu} {start}"
+        return 'exec "$PYTHON"'
+    start = f'"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node {resources.gpu}'
+    return f'exec "$PYTHON" -m residual_mass.machine.gpus {resources.gpu} {start}'
 
 
 def flags(wildcards: Wildcards, input: Any, output: Any) -> str:

@@ -24,6 +24,7 @@ from residual_mass.spec import paths
 from residual_mass.spec.specs import Job
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
+from residual_mass.study.resources import brings_python
 from residual_mass.study.tables import inputs_and_spec
 
 
@@ -44,9 +45,13 @@ def problems(plan: Plan, workflow: Any) -> list[str]:
     running = {job.wildcards.get("backbone") for job in unmade if plan.assets_manifest in job.input}
     submits = None if workflow.dryrun else workflow.executor_plugin.name != "local"
     backbones = [plan.backbone_spec(name) for name in plan.main.backbones if name in running]
-    lacking = preflight.backbone_problems(backbones, assets, asks_hub=not offline, submits=submits)
-    if offline and plan.assets_manifest in read | made:
-        lacking += missing([job.spec for job in _with_specs(jobs)], assets)
+    own_python = not brings_python(workflow)
+    lacking = preflight.backbone_problems(backbones, assets, not offline, submits, own_python)
+    if plan.assets_manifest in read | made:
+        if own_python:
+            lacking += preflight.package_problems(plan.root / "pyproject.toml")
+        if offline:
+            lacking += missing([job.spec for job in _with_specs(jobs)], assets)
     if any(job.rule.name == "document_pdf" for job in jobs):
         lacking += latex.pdf_problems()
     if workflow.executor_plugin.name == "slurm":

@@ -16,14 +16,13 @@ import torch
 from tests.records import recorded
 from tests.refusals import refused
 from tests.small_assets import freeze_prompts
-from tests.unit.model.test_forced import MaskedTopK
+from tests.unit.decode.reference import masked_logits
 
 from residual_mass.benchmarks import force
 from residual_mass.benchmarks.catalogue import harness_requests
 from residual_mass.benchmarks.store import RowStore, StoredRow
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.files import sha256_of
-from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
@@ -221,8 +220,8 @@ def test_topk_is_the_plain_model_under_a_mask(
     ids = documents(spec, backbone, benchmark_assets)[1]
     prompt, answer = ids[: 1024 + 1], ids[1024 + 1 :]
     full = logs(backbone.model, prompt, answer)
-    with attention_hook(backbone.model, MaskedTopK(1024, 11, AnchorSpec())):
-        arm = logs(backbone.model, prompt, answer)
+    masked = masked_logits(backbone.model, [*prompt, *answer], 1024, 11, AnchorSpec())
+    arm = masked[len(prompt) - 1 : -1].double().log_softmax(-1)
     of_document = finished[(finished.text == "books") & (finished["index"] == 1) & (finished.method == "topk")]
     rows = of_document[of_document.state == "own"]
     kl = torch.nn.functional.kl_div(arm, full, log_target=True, reduction="none").sum(-1)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from residual_mass.benchmarks.catalogue import Doc, both_scores, harness_config, saturated
@@ -138,7 +138,6 @@ def babilong_cases(draw: st.DrawFn) -> tuple[Doc, str, str]:
     return doc, draw(texts([doc["target"], *labels])), draw(texts(labels))
 
 
-@settings(max_examples=300)
 @given(substring_cases(), st.sampled_from(["niah_multiquery", "ruler_qa_squad"]))
 def test_nothing_changes_a_saturated_ruler_score(case: tuple[Doc, str, str], task: str) -> None:
     doc, text, continuation = case
@@ -146,7 +145,6 @@ def test_nothing_changes_a_saturated_ruler_score(case: tuple[Doc, str, str], tas
         assert both_scores("ruler", task, doc, text + continuation) == both_scores("ruler", task, doc, text) == (1, 1)
 
 
-@settings(max_examples=300)
 @given(babilong_cases())
 def test_nothing_changes_a_saturated_babilong_score(case: tuple[Doc, str, str]) -> None:
     doc, text, continuation = case

@@ -206,9 +206,7 @@ class Slow(Backend):
                 held.summarised = len(mid)
             state = held.states[selector]
             counts = torch.full((1, 1, group), k)
-            chosen, threshold, scanned = selector.select(
-                scaled, scores, state, mask[:, None], counts, Layout(group)
-            )
+            chosen, threshold, scanned = selector.select(scaled, scores, state, mask[:, None], counts, Layout(group))
             members = chosen.mask(length)
             read = [[row.nonzero().flatten().tolist() for row in rows] for rows in members[0]]
         unread = mask[:, None] & ~chosen.mask(length)

@@ -9,12 +9,12 @@ import torch
 from tests.needs import KERNELS, NO_GPU, TRANSFORMERS_5, needs
 from tests.unit.model.families import FAMILIES
 from tests.unit.model.test_packed import model as wide_model  # noqa: F401  # a fixture: heads that the kernels serve
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from residual_mass import partial_generate
+from residual_mass import partial_decoding, partial_generate
 from residual_mass.decode.backends import BACKENDS, backend_for, loop_refusal
-from residual_mass.methods.arms import arm_of
 from residual_mass.methods import METHODS, Method, QuantisedScan, ScanRegression, names
+from residual_mass.methods.arms import arm_of
 from residual_mass.methods.served import backends_of
 from residual_mass.spec.settings import AnchorSpec
 
@@ -130,3 +130,31 @@ def test_what_serves_sixteen_families() -> None:
     rows = [served_family(name) for name in SHOWN]
     table = "\n".join(["| family | loop | `scan4_regression_64` | `topk_moments` |", "|---|---|---|---|", *rows])
     assert table in MODELS.read_text("utf-8"), f"docs/models.md should have\n{table}"
+
+
+def test_what_serves_in_place_of_a_faster_step_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=96, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=48, bos_token_id=0, eos_token_id=None, pad_token_id=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.arange(2, 42)[None]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    for method, more, told in (
+        ("cache8", {}, "torch serves cache8 on LlamaForCausalLM, no kernels: packed: the kernels take heads of 32"),
+        ("cache8", {}, None),
+        ("topk_mean", {}, None),
+        (
+            "cache8",
+            {"output_hidden_states": True},
+            "transformers' own loop decodes cache8 on LlamaForCausalLM by torch",
+        ),
+        ("cache8", {"output_hidden_states": True}, None),
+    ):
+        caplog.clear()
+        loop = partial_decoding(method, 0.5)
+        output = model.generate(ids, custom_generate=loop, return_dict_in_generate=True, **options, **more)
+        assert output.backend == "torch"
+        lines = [line for line in caplog.messages if "LlamaForCausalLM" in line]
+        assert len(lines) == (told is not None), lines
+        assert told is None or lines[0].startswith(told), lines

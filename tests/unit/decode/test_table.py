@@ -10,24 +10,17 @@ from functools import cache
 
 import pytest
 import torch
-from tests.conftest import TINY, byte_tokenizer, tiny_llama
-from tests.needs import KERNELS, needs
+from tests.conftest import TINY, tiny_llama
 from tests.unit.decode.reference import Slow
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residual_mass.decode.backend import LayerCall
 from residual_mass.decode.backends import backend_for
-from residual_mass.decode.engine import SharedPrefillEngine
-from residual_mass.decode.forced import ForcedDecoder
-from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
-from residual_mass.methods import METHODS, Method, QuantisedScan, ScanRegression, method_named
+from residual_mass.methods import METHODS, Method, method_named
 from residual_mass.methods.arms import Arm
-from residual_mass.model.loading import Backbone
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
-from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 
 ANCHORS = AnchorSpec(2, 4)
@@ -76,13 +69,14 @@ class Situation:
 
 
 ROWS = (40, 23)
+TURN = ("read", 40, 40), ("step", 5, 1), ("read", 9, 9), ("step", 1, 1)
 SITUATIONS = {
     "alone": Situation((("read", 40, 40), ("step", 5, 1))),
     "left": Situation((("read", 40, 40), ("step", 4, 1)), ROWS),
     "right": Situation((("read", 40, 40), ("step", 4, 1)), ROWS, "right"),
     "holes": Situation((("read", 40, 40), ("step", 4, 1)), (36, 40, 21), "holes"),
     "pieces": Situation((("read", 40, 7), ("step", 4, 1)), ROWS),
-    "turns": Situation((("read", 40, 40), ("step", 5, 1), ("read", 9, 9), ("step", 5, 1), ("read", 1, 1), ("step", 2, 2))),
+    "turns": Situation((*TURN, *TURN[2:], ("step", 2, 2))),
     "turns of rows": Situation((("read", 40, 40), ("step", 3, 1), ("read", 9, 4), ("step", 3, 1)), ROWS),
     "at once": Situation((("read", 40, 40), ("step", 7, 7), ("step", 3, 1)), ROWS),
     "anchors alone": Situation((("read", 6, 6), ("step", 3, 1)), (6, 5, 1)),

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from residual_mass.decode.backend import Backend
-from residual_mass.decode.text import TextBatch
+from residual_mass.decode.text import Text
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.model.phi_maps import HeadShape, PhiMaps
@@ -54,10 +54,10 @@ class Case:
         self.ids = torch.where(self.real, ids, 1)
 
     @torch.no_grad()
-    def text(self, kind: type[Backend], room: int) -> TextBatch:
+    def text(self, kind: type[Backend], room: int) -> Text:
         """Returns the texts with their prompts read, after which `self.first` [B, 1] are the next tokens."""
-        backend = kind.open(self.model, self.arm, ANCHORS, self.phi, None, False, room)
-        text = TextBatch(self.model, backend, None if bool(self.real.all()) else self.real)
+        backend = kind.open(self.model, self.arm, ANCHORS, self.phi, None, room)
+        text = Text(self.model, backend, None if bool(self.real.all()) else self.real)
         self.first = text.read(self.ids)[:, -1].argmax(-1, keepdim=True)
         return text
 

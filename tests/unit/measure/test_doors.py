@@ -7,24 +7,26 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from residual_mass.model.supported import require_served
 from tests.conftest import byte_tokenizer, save_tiny, tiny_llama
 from tests.needs import KERNELS, TRANSFORMERS_5, needs
 from tests.records import give_manifest
 from tests.unit.measure.test_measuring import words
 from tests.unit.model.families import FAMILIES, Family
 from tests.unit.model.test_rotary import LONG
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from residual_mass import cli, partial_generate, partial_kv
 from residual_mass.benchmarks import force
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.model.loading import load_backbone
-from residual_mass.model.supported import require_served
 from residual_mass.runtime import latencies
+from residual_mass.serve import answers as answers_module
 from residual_mass.serve.answers import ServeSettings, open_answers
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec, MapSpec
@@ -195,12 +197,18 @@ def test_commands_and_stages_refuse_texts_that_change_their_frequencies(
 
 
 @needs(KERNELS)
+@needs(TRANSFORMERS_5)
 def test_a_server_refuses_a_request_that_changes_frequencies(longrope: Folder) -> None:
+    from residual_mass.serve import server
+
     model = AutoModelForCausalLM.from_pretrained(longrope.path)
     answers = open_answers(model, ServeSettings("model", "full", 1.0, None, False, 100, None, "id"))
     ids = torch.randint(2, 250, (1, 250), generator=torch.Generator().manual_seed(1))
-    with pytest.raises(ValueError, match="^" + CHANGES.format("250 to 279") + "$"):
-        answers.generate(model, ids, max_new_tokens=30)
+    answers_module._answers[model] = answers
+    before_a_stream = partial(server.prepare_header, model, {"input_ids": ids}, GenerationConfig(max_new_tokens=30))
+    for work in (before_a_stream, lambda: answers.generate(model, ids, max_new_tokens=30)):
+        with pytest.raises(ValueError, match="^" + CHANGES.format("250 to 279") + "$"):
+            work()
     assert answers.generate(model, ids, max_new_tokens=7).shape[1] == 257
     assert [len(held) for held, _ in answers.kept.entries.values()] == [256]
     longer = torch.cat((ids, ids), 1)

@@ -18,6 +18,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from residual_mass.decode.packed_prompt import PackedPrompt
+from residual_mass.decode.session import partial_kv
 from safetensors.torch import load_file, save_file
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.needs import KERNELS, needs
@@ -30,8 +32,6 @@ from residual_mass.benchmarks import fidelity, force
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
 from residual_mass.decode.packed_backend import PackedCache
-from residual_mass.decode.packed_prompt import PackedPrompt
-from residual_mass.decode.session import partial_kv
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json
 from residual_mass.measure import command

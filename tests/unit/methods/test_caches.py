@@ -11,12 +11,14 @@ from tests.unit.core.test_moments import D, random_tokens
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from residual_mass import PackedCache, partial_kv
+from residual_mass import Text, backend_for
 from residual_mass.core.accounting import merge
+from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.prefix import build_prefix
 from residual_mass.decode.terms import arm_rows, prefix_terms
-from residual_mass.methods import METHODS, CacheOnly, Method, QuantisedScan, QuantisedValues, Rotated
-from residual_mass.methods.arms import Arm
+from residual_mass.decode.torch_backend import TorchBackend
+from residual_mass.methods import METHODS, CacheOnly, Method, QuantisedScan, QuantisedValues, Rotated, method_named
+from residual_mass.methods.arms import Arm, arm_of
 from residual_mass.methods.selectors import restored
 from residual_mass.methods.served import packing_of
 from residual_mass.spec.settings import AnchorSpec
@@ -37,15 +39,14 @@ def model() -> LlamaForCausalLM:
 
 
 def continued(model: LlamaForCausalLM, method: str | Method, packed: bool) -> Tensor:
-    """Logits of 40 given tokens after a prompt of 20, which are the first 4 and the last 16."""
+    """Logits of 40 given tokens, one at a time, after a prompt of 20, which are the first 4 and the last 16."""
     ids = torch.randint(2, 64, (1, 60), generator=torch.Generator().manual_seed(0))
-    cache = PackedCache(model, method) if packed else None
-    logits = []
-    with torch.no_grad(), partial_kv(model, method, 0.02, cache=cache):
-        past = model(ids[:, :20], past_key_values=cache, use_cache=True).past_key_values
-        for place in range(20, 60):
-            logits.append(model(ids[:, place : place + 1], past_key_values=past).logits)
-    return torch.cat(logits, 1)
+    rule = method_named(method)
+    arm = arm_of(rule, 0.02 if rule.chooses else None)
+    text = Text(model, backend_for(model, arm, kinds=[PackedBackend if packed else TorchBackend]))
+    with torch.no_grad():
+        text.read(ids[:, :20])
+        return torch.cat([text.step(token) for token in ids[:, 20:].split(1, 1)], 1)
 
 
 @pytest.mark.parametrize("method", CACHES, ids=lambda method: method.name)

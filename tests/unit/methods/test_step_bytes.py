@@ -18,7 +18,6 @@ from residual_mass.methods import (
 )
 from residual_mass.methods.interface import BFLOAT16
 from residual_mass.methods.step_bytes import (
-    bytes_per_verified_token,
     full_bytes,
     kept_bytes,
     most_retrieved,
@@ -100,17 +99,3 @@ def test_no_more_tokens_are_retrieved_than_there_are() -> None:
         ("group4_regression_64", 5000, 2028),
     ):
         assert most_retrieved(method_named(name), k, STEP) == most
-
-
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.53, 1.0])
-@pytest.mark.parametrize("differences", [0.0, 1e-4, 0.006, 0.05, 0.5, 1.0])
-def test_bytes_per_verified_token_are_the_least_over_all_drafts(share: float, differences: float) -> None:
-    """With the tokens that a draft of n gives summed over the place of its first difference."""
-
-    def cost(n: int) -> float:
-        places = (differences * (1 - differences) ** right * (right + 1) for right in range(n))
-        return (n * share + 1) / (sum(places) + (1 - differences) ** n * (n + 1))
-
-    found, n = bytes_per_verified_token(share, differences, 40)
-    best = min(range(41), key=cost)
-    assert found == pytest.approx(cost(best), rel=1e-12) and cost(n) == pytest.approx(cost(best), rel=1e-12)

@@ -1,10 +1,10 @@
-"""The engine and `partial_kv` against plain generation, against attention token by token, against each other and
-against runs of single arms and prompts.
+"""The engine of evaluations: arms against runs of single arms and prompts, and what leaves a batch.
+
+And full attention in bfloat16, which is the plain model's.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 from tests.conftest import TINY, byte_tokenizer, save_tiny, tiny_llama
 from tests.needs import BFLOAT16, needs
-from tests.unit.core import reference
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
+from residual_mass.decode.backend import LayerCall
 from residual_mass.decode.engine import SharedPrefillEngine
-from residual_mass.decode.generate import partial_generate
-from residual_mass.decode.session import partial_kv
-from residual_mass.methods import METHODS, Method
-from residual_mass.model.hook import attention_hook, exact_attention
+from residual_mass.decode.generate import partial_generate, partial_kv
+from residual_mass.decode.recording import Recording
+from residual_mass.decode.text import Text
+from residual_mass.methods import METHODS
 from residual_mass.model.layers import attention_layers
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
@@ -119,93 +118,11 @@ def test_an_arm_or_a_prompt_alone_gives_the_tokens_that_it_gives_in_the_batch(
     assert len({tuple(tokens) for tokens in longest}) > 4, "the arms must differ, or equality shows nothing"
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_partial_kv_generate_equals_the_engine_and_a_left_padded_batch(
-    method: Method, tiny_backbone: Backbone, phi: PhiMaps, prompts: list[list[int]]
-) -> None:
-    arm = ArmSpec(method.name, None if method.whole_prefix else 15.0)
-    expected = [row[0] for row in run(tiny_backbone, [arm], phi, prompts)]
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[1] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    with partial_kv(tiny_backbone.model, method, 0.15, phi if method.needs_maps else None) as session:
-        assert [plain(tiny_backbone, prompt) for prompt in prompts] == expected
-        padded = generated(tiny_backbone, ids, STEPS, mask)
-    if method.name in PAPER_METHODS:  # blocks of others begin elsewhere in a padded row
-        assert [row[: len(want)] for row, want in zip(padded, expected, strict=True)] == expected
-    assert min(session.partial_calls.values()) > 0 and len(session.partial_calls) == 3
-
-
-class TokenByToken:
-    """Attention of decode steps as the paper writes it, one head and one token at a time."""
-
-    def __init__(self, method: str, k: int, anchors: AnchorSpec, phi: PhiMaps) -> None:
-        self.method, self.k, self.anchors, self.phi, self.length = method, k, anchors, phi, 0
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        if query.shape[2] > 1:
-            self.length = key.shape[2]
-            return exact_attention(module, query, key, value, mask, scale)
-        heads = range(query.shape[1])
-        group = len(heads) // key.shape[1]
-        log_query = self.phi.query[module.layer_idx].unfolded(query[0])
-        log_key = self.phi.key[module.layer_idx].unfolded(key[0])
-        rows = []
-        for h in heads:
-            kv = h // group
-            of_head = (log_query[h, 0], log_key[kv, : self.length])
-            rows.append(self._row(query[0, h, 0], key[0, kv], value[0, kv], scale, *of_head))
-        return torch.tensor(rows)[None, None]
-
-    def _row(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, log_query: Tensor, log_key: Tensor
-    ) -> list[float]:
-        query, keys, values, log_query, log_key = (
-            x.double().tolist() for x in (query, keys, values, log_query.double().exp(), log_key.double().exp())
-        )
-        sink, tail, n = self.anchors.sink, self.anchors.tail, self.length
-        if self.method == "topk":
-            scores = [scale * reference.dot(query, key) for key in keys]
-            anchors, mid = reference.split(n, sink, tail)
-            tokens = [*anchors, *reference.top(scores, mid, self.k), *range(n, len(keys))]
-            return reference.attention(query, keys, values, scale, tokens)
-        subtract, generated = self.method == "topk_phi", (keys[n:], values[n:])
-        return reference.topk_phi(
-            query, keys[:n], values[:n], scale, sink, tail, self.k, log_query, log_key, subtract, generated
-        )
-
-
-@torch.no_grad()
-def step_logits(model: PreTrainedModel, attention: AbstractContextManager[object], prompt: list[int]) -> Tensor:
-    """Of a few given tokens behind the prompt, one step each."""
-    with attention:
-        cache = model(torch.tensor([prompt]), use_cache=True).past_key_values
-        steps = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (65, 200, 31)]
-    return torch.cat(steps)
-
-
 def backbone_of(heads: int, kv_heads: int) -> Backbone:
     return Backbone(TINY, tiny_llama(layers=2, heads=heads, kv_heads=kv_heads), byte_tokenizer(), "tiny")
 
 
 SHAPES = pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)], ids=["groups of 3", "of 1", "of 4"])
-
-
-@SHAPES
-@pytest.mark.parametrize(("sink", "tail", "k"), [(3, 5, 12), (4, 16, 0), (0, 9, 11)])
-@pytest.mark.parametrize("method", ["topk", "topk_phi", "topk_phi_nosub"])
-def test_steps_are_those_of_attention_token_by_token(
-    method: str, sink: int, tail: int, k: int, heads: int, kv_heads: int, prompts: list[list[int]]
-) -> None:
-    """A budget of 40 % of a prompt of 50 tokens is 20, anchors included."""
-    backbone, prompt = backbone_of(heads, kv_heads), prompts[0][:50]
-    model, phi = backbone.model, random_maps(backbone)
-    slow = TokenByToken(method, k, AnchorSpec(sink, tail), phi)
-    expected = step_logits(model, attention_hook(model, slow), prompt)
-    fast = partial_kv(model, method, 0.4, phi, num_sink=sink, num_tail=tail)
-    torch.testing.assert_close(step_logits(model, fast, prompt), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_layer_that_does_not_go_through_the_hook_is_told(
@@ -221,7 +138,9 @@ def test_a_layer_that_does_not_go_through_the_hook_is_told(
         return torch.zeros_like(hidden_states), None
 
     monkeypatch.setattr(layer, "forward", bypassing)
-    with pytest.raises(RuntimeError, match=r"attention hook: layers have read \[0, 3\] tokens, expected 3"):
+    with pytest.raises(
+        ValueError, match=r"^LlamaForCausalLM bypasses transformers' attention interface in layers \[1\]$"
+    ):
         SharedPrefillEngine(tiny_backbone, ARMS, ANCHORS, phi, None).generate(prompts[:2], 4)
     assert not hooked(tiny_backbone)
 
@@ -277,9 +196,9 @@ def sizes(tiny_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> list[int]
     """The rows of every pass through the model."""
     counts, forward = [], tiny_backbone.model.forward
 
-    def counted(ids: Tensor, *args: object, **kwargs: object) -> object:
-        counts.append(len(ids))
-        return forward(ids, *args, **kwargs)
+    def counted(input_ids: Tensor, **options: object) -> object:
+        counts.append(len(input_ids))
+        return forward(input_ids=input_ids, **options)
 
     monkeypatch.setattr(tiny_backbone.model, "forward", counted)
     return counts
@@ -311,43 +230,34 @@ def test_finished_examples_and_arms_leave_the_batch(
 
 
 def hooked(backbone: Backbone) -> bool:
-    attributes = any(hasattr(layer, "residual_mass_handler") for layer in attention_layers(backbone.model))
-    return attributes or backbone.model.config._attn_implementation != "sdpa"
+    return backbone.model.config._attn_implementation != "sdpa"
 
 
-def test_hooks_are_gone_after_the_context_and_after_an_exception(
+def test_the_model_is_as_it_was_after_the_context_and_after_an_exception(
     tiny_backbone: Backbone, prompts: list[list[int]]
 ) -> None:
     before = plain(tiny_backbone, prompts[0])
     with partial_kv(tiny_backbone.model, "topk", 0.1):
-        assert hooked(tiny_backbone)
         with pytest.raises(ValueError, match="cannot be nested"), partial_kv(tiny_backbone.model, "full"):
             pass
+        plain(tiny_backbone, prompts[0])
     assert not hooked(tiny_backbone)
     with pytest.raises(RuntimeError, match="inside"), partial_kv(tiny_backbone.model, "topk", 0.1):
         raise RuntimeError("inside")
     assert not hooked(tiny_backbone)
 
-    def failing(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        if module.layer_idx == 1:
+    def failing(call: LayerCall) -> None:
+        if call.index == 1:
             raise RuntimeError("in a layer")
-        return exact_attention(module, q, k, v, mask, scale)
 
-    with pytest.raises(RuntimeError, match="in a layer"), attention_hook(tiny_backbone.model, failing):
-        tiny_backbone.model(torch.tensor([prompts[0]]))
+    with pytest.raises(RuntimeError, match="in a layer"):
+        Text(tiny_backbone.model, Recording(failing)).read(torch.tensor([prompts[0]]))
     assert not hooked(tiny_backbone)
     assert plain(tiny_backbone, prompts[0]) == before
 
 
-def test_a_prompt_read_before_the_context_is_refused(tiny_backbone: Backbone, prompts: list[list[int]]) -> None:
-    model, ids = tiny_backbone.model, torch.tensor([prompts[0]])
-    cache = model(ids[:, :-1], use_cache=True).past_key_values
-    with partial_kv(model, "topk", 0.2), pytest.raises(ValueError, match="read within the context"):
-        model(ids[:, -1:], past_key_values=cache)
-
-
 def test_maps_that_are_missing_or_of_another_backbone_are_refused(tiny_backbone: Backbone, phi: PhiMaps) -> None:
-    with pytest.raises(ValueError, match="needs phi"), partial_kv(tiny_backbone.model, "topk_phi"):
+    with pytest.raises(ValueError, match="needs phi"), partial_kv(tiny_backbone.model, "topk_phi", 0.1):
         pass
     other = PhiMaps(replace(phi.shape, kv_heads=1), phi.map)
     with pytest.raises(ValueError, match="kv_heads"), partial_kv(tiny_backbone.model, "topk_phi", 0.1, other):

@@ -18,8 +18,7 @@ from transformers.masking_utils import chunked_overlay, sliding_window_overlay
 
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
-from residual_mass.decode.generate import partial_decoding, partial_generate
-from residual_mass.decode.session import partial_kv
+from residual_mass.decode.generate import partial_decoding, partial_generate, partial_kv
 from residual_mass.decode.text import PIECE
 from residual_mass.model.hook import visible_columns
 from residual_mass.model.layers import AttentionWindow, require_attention_alone
@@ -37,7 +36,7 @@ AS_OTHERS = {
     "Phi-3 without a window", "Gemma", "Gemma 2 without caps", "OLMo 2", "OLMo 3", "Cohere", "Cohere 2", "GLM 4",
     "StarCoder 2 without a window", "StableLM", "EXAONE 4", "Nemotron", "MiniMax M2", "DeepSeek V2", "GPT-NeoX",
 }  # fmt: skip
-"""Families whose attention is that of another one to what decodes under several arms."""
+"""Families whose attention is that of another one to what decodes."""
 armed = cases(ARMED, slow=AS_OTHERS)
 
 
@@ -65,7 +64,7 @@ def assert_same(ours: tuple, theirs: tuple, tolerance: float = 1e-3) -> None:
     torch.testing.assert_close(ours[1].log_softmax(-1), theirs[1].log_softmax(-1), rtol=0, atol=tolerance)
 
 
-@cases(WORKING)
+@cases(WORKING, slow=AS_OTHERS)
 def test_everything_retrieved_is_plain_generation_and_a_left_padded_batch_is_its_rows(family: Family) -> None:
     model = family.build()
     plain = [generated(model, ids) for ids in (LONG, SHORT)]

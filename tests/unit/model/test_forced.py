@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.unit.model.test_decoding import ANCHORS, SHAPES, backbone_of, random_maps
-from torch import Tensor, nn
+from torch import Tensor
 
 from residual_mass.decode.engine import NotFiniteError, SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
-from residual_mass.model.hook import attention_hook
 from residual_mass.model.loading import Backbone
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.settings import AnchorSpec
 
 ARMS = [ArmSpec("full")] + [
     ArmSpec(method, budget) for method in ("topk", "topk_phi", "topk_phi_nosub") for budget in (8.0, 15.0, 100.0)
@@ -45,13 +42,11 @@ def one_by_one(engine: SharedPrefillEngine, prompts: list[list[int]], tokens: li
     lengths = [len(prompt) for prompt in prompts]
     decoder = engine.decoder(layers, lengths, engine.arms, T, engine.summaries(layers))
     steps = []
-    with attention_hook(engine.backbone.model, decoder):
-        for step in range(T):
-            if dense:
-                copy_full_into_arms(decoder, lengths, step)
-            ids = torch.tensor([[tokens[e][step]] for e in range(len(prompts)) for _ in ARMS])
-            positions = torch.tensor([[n + step] for n in lengths for _ in ARMS])
-            steps.append(engine.backbone.model(ids, position_ids=positions, use_cache=False).logits[:, 0])
+    text = engine.text(decoder, lengths)
+    for step in range(T):
+        if dense:
+            copy_full_into_arms(decoder, lengths, step)
+        steps.append(text.step(torch.tensor([[tokens[e][step]] for e in range(len(prompts)) for _ in ARMS]))[:, 0])
     return torch.stack(steps, dim=1).log_softmax(-1).unflatten(0, (len(prompts), len(ARMS)))
 
 
@@ -92,33 +87,13 @@ def test_a_chunk_equals_its_tokens_one_by_one(
     torch.testing.assert_close(ends[[3, 6]], ends[[0, 0]], atol=max(tolerance, 1e-4), rtol=0)  # everything retrieved
 
 
-class MaskedTopK:
-    """TopK over the whole text in one pass: plain SDPA under an additive mask for the rows after the prefix."""
-
-    def __init__(self, prefix: int, k: int, anchors: AnchorSpec) -> None:
-        self.prefix, self.k, self.anchors = prefix, k, anchors
-
-    def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
-    ) -> Tensor:
-        n, first, last = query.shape[2], self.anchors.sink, self.prefix - self.anchors.tail
-        groups = query.shape[1] // key.shape[1]
-        keys, values = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        visible = torch.ones(n, n, dtype=torch.bool).tril().repeat(1, query.shape[1], 1, 1)
-        scores = query[:, :, self.prefix :] @ keys[:, :, first:last].transpose(-1, -2)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, scores.topk(self.k, dim=-1).indices, True)
-        visible[:, :, self.prefix :, first:last] = chosen
-        bias = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
-        return F.scaled_dot_product_attention(query, keys, values, bias, scale=scale).transpose(1, 2)
-
-
 def test_a_layer_that_skips_the_hook_is_refused(tiny_backbone: Backbone) -> None:
     """Without it every arm would be read as full attention over the continuation alone."""
     backbone = copy.deepcopy(tiny_backbone)
     decoder = ForcedDecoder(engine_of(backbone), random_ids(150)[0])
     skipped = backbone.model.model.layers[1].self_attn
     skipped.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
-    with pytest.raises(RuntimeError, match="attention hook: layers have read"):
+    with pytest.raises(ValueError, match=r"^LlamaForCausalLM bypasses .* in layers \[1\]$"):
         list(decoder.logits(ARMS[1:3], random_ids(T)[0]))
 
 

@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 
 from residual_mass import PhiMaps, partial_generate, partial_kv
 from residual_mass.core.feature_maps import orthogonal_directions
+from residual_mass.decode.backend import LayerCall
 from residual_mass.decode.backends import backend_for
-from residual_mass.decode.session import make_arm
 from residual_mass.methods import METHODS, Method
+from residual_mass.methods.arms import arm_of
 from residual_mass.model.phi_maps import HeadShape
 from residual_mass.spec.settings import AnchorSpec, MapSpec
 
@@ -57,17 +58,21 @@ def maps() -> PhiMaps:
 
 
 def texts(method: Method) -> list[Tensor]:
-    """Of generation that folds tokens, of the fastest step, and of verified drafts."""
+    """Of a generation in which tokens join the prompt, and of a left-padded batch."""
     generator = torch.Generator("cpu").manual_seed(2)
-    ids = torch.randint(2, 258, (1, 60), generator=generator, device="cpu")
-    phi = maps() if method.needs_maps else None
-    settings = {"method": method, "budget": 0.4, "phi": phi}
-    with partial_kv(model(), **settings, fold=2):
-        made = model().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
-    found = [made, partial_generate(model(), ids, max_new_tokens=4, **settings)]
-    if not method.whole_prefix:
-        found.append(partial_generate(model(), ids, max_new_tokens=6, verify=2, **settings))
-    return found
+    ids = torch.randint(2, 258, (2, 30), generator=generator, device="cpu")
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    settings = {
+        "method": method, "budget": 0.8 if method.chooses else None, "phi": maps() if method.needs_maps else None,
+    }  # fmt: skip
+    with partial_kv(model(), **settings):
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
+        made = model().generate(ids, **options)
+    return [made, partial_generate(model(), ids[:1], max_new_tokens=68 if method.name in LONG else 4, **settings)]
+
+
+LONG = ("topk_moments", "scan4_regression_64")
 
 
 @cache
@@ -90,7 +95,7 @@ def test_texts_do_not_depend_on_them(mode: str, method: Method) -> None:
 def test_attention_of_a_step_is_computed_in_float32_under_autocast(method: Method) -> None:
     """On the same queries, keys and values: autocast changes those that the model computes."""
     layer = model().model.layers[0].self_attn
-    arm = make_arm(method, 0.4)
+    arm = arm_of(method, 0.4 if method.chooses else None)
     generator = torch.Generator().manual_seed(4)
     query, new = (torch.randn(1, heads, 61, 16, generator=generator) for heads in (4, 2))
     value = torch.randn(1, 2, 61, 16, generator=generator)
@@ -98,8 +103,8 @@ def test_attention_of_a_step_is_computed_in_float32_under_autocast(method: Metho
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             backend = backend_for(model(), arm, AnchorSpec(), maps() if method.needs_maps else None)
-            backend.read(layer, *(x[:, :, :60] for x in (query, new, value)), None, 0.25)
-            outputs.append(backend.step(layer, *(x[:, :, 60:] for x in (query, new, value)), None, 0.25))
+            backend.read(LayerCall(layer, *(x[:, :, :60] for x in (query, new, value)), None, 0.25))
+            outputs.append(backend.step(LayerCall(layer, *(x[:, :, 60:] for x in (query, new, value)), None, 0.25)))
     assert torch.equal(*outputs)
 
 

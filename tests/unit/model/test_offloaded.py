@@ -68,12 +68,10 @@ def maps_of(model: PreTrainedModel, method: Method) -> PhiMaps | None:
 
 
 def texts(model: PreTrainedModel, method: Method) -> list[Tensor]:
-    settings = {"method": method, "budget": 0.3, "phi": maps_of(model, method)}
+    settings = {"method": method, "budget": 0.3 if method.chooses else None, "phi": maps_of(model, method)}
     found = [partial_generate(model, prompt(60), max_new_tokens=4, **settings)]
     with partial_kv(model, **settings):
         found.append(model.generate(prompt(60), max_new_tokens=4, do_sample=False, pad_token_id=1))
-    if not method.whole_prefix:
-        found.append(partial_generate(model, prompt(60), max_new_tokens=4, verify=2, **settings))
     return found
 
 

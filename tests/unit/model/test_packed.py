@@ -11,7 +11,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,18 @@ from safetensors.torch import load_file, save_file
 from tests.needs import KERNELS, needs
 from tests.unit.model.families import FAMILIES
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from residual_mass import PackedCache, pack_weights, partial_decoding, partial_generate, partial_kv
+from residual_mass.decode.backends import backend_for
+from residual_mass.decode.generate import padding_of
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.text import Text
+from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.kernels import library
-from residual_mass.methods import Method, QuantisedScan, ScanRegression
+from residual_mass.methods import Method, QuantisedScan, ScanRegression, method_named
+from residual_mass.methods.arms import Arm, arm_of
+from residual_mass.spec.settings import AnchorSpec
 
 METHODS = ["full", "cache8", "scan4", "scan4_regression_64", Method("few", "few", QuantisedScan(4), ScanRegression(8))]
 built = needs(KERNELS)
@@ -62,26 +68,29 @@ def prompt(length: int, seed: int = 1) -> Tensor:
     return torch.randint(2, 258, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
+def text_of(
+    model: LlamaForCausalLM, method: str | Method, cache: PackedCache, mask: Tensor | None = None, budget: float = 0.1
+) -> Text:
+    """Over a packed cache, by hand; `full` in float64 decodes in torch by itself."""
+    return Text(model, PackedBackend(model, arm_at(method, budget), AnchorSpec(), cache), padding_of(mask))
+
+
+def arm_at(method: str | Method, budget: float) -> Arm:
+    return arm_of(method, budget if method_named(method).chooses else None)
+
+
 def continued(
-    model: LlamaForCausalLM, ids: Tensor, method: str | Method, packed: bool, steps: int = 4,
-    mask: Tensor | None = None, fold: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Log probabilities [B, steps, V] after each of some given tokens; `fold` is for transformers' cache."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    cache = PackedCache(model, method) if packed else DynamicCache(config=model.config)
-    logits = []
-    with (
-        torch.no_grad(),
-        partial_kv(model, method, 0.1, fold=None if packed else fold, cache=cache if packed else None),
-    ):
-        at = mask.cumsum(1) - 1  # positions decide how keys are rounded
-        model(ids, attention_mask=mask, position_ids=at.clamp_min(0), past_key_values=cache)
-        for step in range(steps):
-            token, at = torch.full((len(ids), 1), 5 + step % 250), at[:, -1:] + 1
-            mask = torch.cat((mask, torch.ones_like(at)), 1)
-            output = model(token, attention_mask=mask, position_ids=at, past_key_values=cache)
-            logits.append(output.logits[:, -1])
-    return torch.stack(logits, 1).log_softmax(-1)
+    model: LlamaForCausalLM, ids: Tensor, method: str | Method, packed: bool, steps: int = 4, mask: Tensor | None = None
+) -> Tensor:
+    """Log probabilities [B, steps, V] after each of some given tokens."""
+    if packed:
+        text = text_of(model, method, PackedCache(model, method), mask)
+    else:
+        text = Text(model, TorchBackend.open(model, arm_at(method, 0.1), AnchorSpec(), None, None, 0), padding_of(mask))
+    with torch.no_grad():
+        text.read(ids)
+        logits = [text.step(torch.full((len(ids), 1), 5 + step % 250)) for step in range(steps)]
+    return torch.cat(logits, 1).log_softmax(-1)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -122,40 +131,16 @@ def test_older_generated_tokens_join_the_blocks(model: LlamaForCausalLM) -> None
 @built
 def test_a_cache_takes_little_more_than_half_of_one_in_bfloat16(model: LlamaForCausalLM) -> None:
     cache = PackedCache(model, "scan4_regression_64")
-    with torch.no_grad(), partial_kv(model, "scan4_regression_64", 0.1, cache=cache):
-        model(prompt(4096), past_key_values=cache, logits_to_keep=1)
-        model(prompt(1), past_key_values=cache)
+    text = text_of(model, "scan4_regression_64", cache)
+    with torch.no_grad():
+        text.read(prompt(4096))
+        text.step(prompt(1))
     assert cache.nbytes < 0.59 * (3 * 2 * 2 * 64 * 4096 * 2)  # .58, of which .04 are for tokens to come
     assert all(layer.keys is None for layer in cache.layers)
 
 
-@built
-@pytest.mark.parametrize("method", METHODS[:4], ids=lambda method: getattr(method, "name", method))
-def test_generation_takes_steps_over_a_packed_cache(model: LlamaForCausalLM, method: str | Method) -> None:
-    ids = given = text = prompt(300)
-    cache = PackedCache(model, method)
-    with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
-        for _ in range(20):
-            given = model(given, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
-            text = torch.cat((text, given), 1)
-    ours = partial_generate(model, ids, max_new_tokens=20, method=method, budget=0.1, eos_token_id=[])
-    assert torch.equal(ours, text)
-    end = int(ours[0, 305])
-    assert torch.equal(
-        partial_generate(model, ids, max_new_tokens=20, method=method, budget=0.1, eos_token_id=end),
-        ours[:, : 301 + ours[0, 300:].tolist().index(end)],
-    )
-
-
-def test_without_kernels_torch_gives_the_tokens_of_partial_kv(model: LlamaForCausalLM, without_kernels: None) -> None:
-    ids = prompt(300)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "eos_token_id": []}
-    for method in ("scan4_regression_64", "pages"):
-        with partial_kv(model, method, 0.1):
-            expected = model.generate(ids, **options)
-        one = partial_generate(model, ids, max_new_tokens=12, method=method, budget=0.1, eos_token_id=[])
-        other = model.generate(ids, **options, custom_generate=partial_decoding(method, 0.1))
-        assert torch.equal(one, expected) and torch.equal(other, expected)
+def test_without_kernels_there_is_no_packed_cache(model: LlamaForCausalLM, without_kernels: None) -> None:
+    assert backend_for(model, arm_at("scan4", 0.1)).name == "torch"
     with pytest.raises(ValueError, match="no PackedCache of scan4 .*: the kernels are not built here, or turned off"):
         PackedCache(model, "scan4")
 
@@ -181,27 +166,26 @@ def test_sampling_stops_and_repeats_as_in_generate(model: LlamaForCausalLM) -> N
 @built
 def test_a_further_turn_reads_all_before_it(model: LlamaForCausalLM) -> None:
     first, second = prompt(250), prompt(40, seed=2)
-    cache = PackedCache(model, "cache8")
-    with torch.no_grad(), partial_kv(model, "cache8", cache=cache):
-        model(first, past_key_values=cache)
-        turned = [model(second, past_key_values=cache), model(prompt(1), past_key_values=cache)]
+    text = text_of(model, "cache8", PackedCache(model, "cache8"))
     with torch.no_grad():
+        text.read(first)
+        logits = torch.cat((text.read(second), text.step(prompt(1))), 1).log_softmax(-1)
         whole = model(torch.cat((first, second, prompt(1)), 1), use_cache=False)
-    logits = torch.cat([output.logits for output in turned], 1).log_softmax(-1)
-    assert distance(whole.logits[:, 250:].log_softmax(-1), logits) < 1e-3
+    assert distance(whole.logits[:, -2:].log_softmax(-1), logits) < 1e-3
 
 
 @built
 def test_a_cache_serves_another_prompt_once_it_is_reset(model: LlamaForCausalLM) -> None:
-    """Within one context, too: K is a share of the new prompt."""
+    """K is a share of the new prompt."""
     method, found = "scan4", []
     for before in ([prompt(300)], []):
         cache = PackedCache(model, method)
-        with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
-            for ids in [*before, prompt(200, seed=2)]:
-                cache.reset()
-                model(ids, past_key_values=cache)
-                logits = model(prompt(1), past_key_values=cache).logits
+        for ids in [*before, prompt(200, seed=2)]:
+            cache.reset()
+            text = text_of(model, method, cache)
+            with torch.no_grad():
+                text.read(ids)
+                logits = text.step(prompt(1))
         found.append(logits)
     assert torch.equal(*found)
 
@@ -211,13 +195,15 @@ def test_a_saved_prompt_goes_on_as_if_it_had_been_read(model: LlamaForCausalLM, 
     ids, path = prompt(300), tmp_path / "prompt.safetensors"
     method = "scan4_regression_64"
     cache = PackedCache(model, method)
-    with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
-        model(ids, past_key_values=cache)
+    text = text_of(model, method, cache)
+    with torch.no_grad():
+        text.read(ids)
         cache.save(path)
-        expected = [model(prompt(1, seed), past_key_values=cache).logits for seed in range(80)]
+        expected = [text.step(prompt(1, seed)) for seed in range(80)]
     again = PackedCache(model, method).load(path)
-    with torch.no_grad(), partial_kv(model, method, 0.1, cache=again):
-        found = [model(prompt(1, seed), past_key_values=again).logits for seed in range(80)]
+    text = text_of(model, method, again)
+    with torch.no_grad():
+        found = [text.step(prompt(1, seed)) for seed in range(80)]
     assert all(map(torch.equal, expected, found)) and again.nbytes == cache.nbytes
     with pytest.raises(ValueError, match="the state of another model or method"):
         PackedCache(model, "full").load(path)
@@ -244,28 +230,19 @@ class Steps:
     """Reads `ROWS` into a packed cache, and takes steps of given tokens over it."""
 
     def __init__(self, model: LlamaForCausalLM, method: str, cache: PackedCache, at: int = 0) -> None:
-        self.model, self.method, self.cache, self.at = model, method, cache, at
-
-    def within(self) -> AbstractContextManager[object]:
-        return partial_kv(self.model, self.method, 0.15, cache=self.cache)
+        self.cache, self.at = cache, at
+        _, mask = padded()
+        self.text = text_of(model, method, cache, mask, 0.15)
 
     @torch.no_grad()
     def read(self) -> None:
-        ids, mask = padded()
-        positions = (mask.cumsum(1) - 1).clamp_min(0)
-        self.model(ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache)
+        ids, _ = padded()
+        self.text.read(ids)
 
     @torch.no_grad()
     def until(self, end: int) -> list[Tensor]:
         """Returns the logits of the steps up to one."""
-        _, mask = padded()
-        found = []
-        for at in range(self.at, end):
-            seen = torch.cat((mask, torch.ones(len(mask), at + 1, dtype=torch.long)), 1)
-            token = torch.full((len(mask), 1), 2 + at * 7 % 250)
-            positions = seen.sum(1, keepdim=True) - 1
-            options = {"attention_mask": seen, "position_ids": positions, "past_key_values": self.cache}
-            found.append(self.model(token, **options).logits)
+        found = [self.text.step(torch.full((len(ROWS), 1), 2 + at * 7 % 250)) for at in range(self.at, end)]
         self.at = end
         return found
 
@@ -275,21 +252,16 @@ class Steps:
 def test_a_state_goes_on_bit_for_bit_wherever_it_was_saved(
     model: LlamaForCausalLM, method: str, tmp_path: Path
 ) -> None:
-    """Within a context, after it, and in one that was entered again; rows fill up blocks at different times."""
+    """Rows fill up blocks at different times."""
     running, expected, ends = Steps(model, method, PackedCache(model, method)), [], {0: 30, 10: 90, 70: 145, 140: 215}
-    with running.within():
-        running.read()
-        for saved in (0, 10, 70):
-            expected += running.until(saved)
-            running.cache.save(tmp_path / str(saved))
-        expected += running.until(140)
-    running.cache.save(tmp_path / "140")
-    with running.within():
-        expected += running.until(215)
+    running.read()
+    for saved in (0, 10, 70, 140):
+        expected += running.until(saved)
+        running.cache.save(tmp_path / str(saved))
+    expected += running.until(215)
     for saved, end in ends.items():
         loaded = Steps(model, method, PackedCache(model, method).load(tmp_path / str(saved)), saved)
-        with loaded.within():
-            found = loaded.until(end)
+        found = loaded.until(end)
         assert all(map(torch.equal, expected[saved:end], found)), f"saved after {saved} tokens"
 
 
@@ -298,17 +270,16 @@ def test_the_budget_is_a_share_of_the_tokens_when_the_last_of_them_joined_the_bl
     steps = Steps(model, "scan4", PackedCache(model, "scan4"))
     packed, joined = steps.cache.layers[0], [None] * len(ROWS)
     counts, blocks = [row.shape[1] for row in ROWS], None
-    with steps.within():
-        steps.read()
-        for at in range(1, 170):
-            steps.until(at)
-            slots = packed.packed.slots.tolist()
-            for row, was in enumerate(blocks or slots):
-                if slots[row] > was:  # the step's own token came after
-                    counts[row] = ROWS[row].shape[1] + at - 1
-                    joined[row] = at
-            blocks = slots
-            assert packed.packed.k.tolist() == [max(0, math.ceil(0.15 * count) - 20) for count in counts]
+    steps.read()
+    for at in range(1, 170):
+        steps.until(at)
+        slots = packed.packed.slots.tolist()
+        for row, was in enumerate(blocks or slots):
+            if slots[row] > was:  # the step's own token came after
+                counts[row] = ROWS[row].shape[1] + at - 1
+                joined[row] = at
+        blocks = slots
+        assert packed.packed.k.tolist() == [max(0, math.ceil(0.15 * count) - 20) for count in counts]
     assert all(joined) and len(set(joined)) > 1, "not all at the same time"
 
 
@@ -318,9 +289,7 @@ def test_a_long_answer_to_a_short_prompt_is_as_near_as_in_torch(model: LlamaForC
     """With the prompt's K, which is 0 here, it would be several times as far."""
     method = "scan4_regression_64"
     full = continued(model, prompt(100), "full", packed=False, steps=220)[:, 150:]
-    slow, fast = (
-        continued(model, prompt(100), method, packed, steps=220, fold=64)[:, 150:] for packed in (False, True)
-    )
+    slow, fast = (continued(model, prompt(100), method, packed, steps=220)[:, 150:] for packed in (False, True))
     assert distance(full, fast) < 1.5 * distance(full, slow) + 1e-5
 
 
@@ -333,15 +302,13 @@ def test_the_default_dtype_changes_nothing(
     ids = prompt(250)
 
     def steps() -> list[Tensor]:
-        cache, logits = PackedCache(model, method), []
-        with torch.no_grad(), partial_kv(model, method, 0.2, cache=cache):
-            model(ids, past_key_values=cache)
+        cache = PackedCache(model, method)
+        with torch.no_grad():
+            text_of(model, method, cache, budget=0.2).read(ids)
             cache.save(tmp_path / "state")
-            cache.load(tmp_path / "state")
-            model(prompt(70, seed=2), past_key_values=cache)
-            for at in range(70):
-                logits.append(model(torch.full((1, 1), 5 + at), past_key_values=cache).logits)
-        return logits
+            text = text_of(model, method, cache.load(tmp_path / "state"), budget=0.2)
+            text.read(prompt(70, seed=2))
+            return [text.step(torch.full((1, 1), 5 + at)) for at in range(70)]
 
     expected, before = steps(), torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -358,51 +325,45 @@ def test_a_prompt_that_was_read_in_inference_mode_goes_on_outside(model: LlamaFo
     method, found = "scan4_regression_64", []
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         cache = PackedCache(model, method)
-        with partial_kv(model, method, 0.2, cache=cache), mode():
-            model(prompt(150), past_key_values=cache)
-            model(prompt(1), past_key_values=cache)
+        with mode():
+            text = text_of(model, method, cache, budget=0.2)
+            text.read(prompt(150))
+            text.step(prompt(1))
             cache = copy.deepcopy(cache)
-        with partial_kv(model, method, 0.2, cache=cache), torch.no_grad():
-            found.append([model(prompt(1, seed), past_key_values=cache).logits for seed in range(90)])
+        with torch.no_grad():
+            text = text_of(model, method, cache, budget=0.2)
+            found.append([text.step(prompt(1, seed)) for seed in range(90)])
         assert not cache.layers[0].packed.recent.requires_grad
     assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, found[0], found[2]))
 
 
 @built
 @pytest.mark.parametrize("method", ["full", "scan4_regression_64"])
-def test_copies_of_a_cache_go_on_by_themselves(model: LlamaForCausalLM, method: str) -> None:
+@torch.no_grad()
+def test_copies_of_a_text_go_on_by_themselves(model: LlamaForCausalLM, method: str) -> None:
     """A shared prompt with a copy for each question: each goes on as if the prompt had been read for it alone."""
     questions = [prompt(length, seed) for length, seed in ((7, 2), (90, 3), (1, 4))]
 
-    def answer(cache: PackedCache, question: Tensor) -> Tensor:
-        text = torch.cat((prompt(300), question), 1)
-        options = {"attention_mask": torch.ones_like(text), "max_new_tokens": 80, "do_sample": False}
-        with partial_kv(model, method, 0.1, cache=cache):
-            return model.generate(text, past_key_values=cache, eos_token_id=[], pad_token_id=1, **options)
+    def answer(text: Text, question: Tensor) -> list[Tensor]:
+        logits = [text.read(question)]
+        for _ in range(80):
+            logits.append(text.step(logits[-1][:, -1:].argmax(-1)))
+        return logits
 
-    def read() -> PackedCache:
-        cache = PackedCache(model, method)
-        with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
-            model(prompt(300), past_key_values=cache)
-            model(prompt(1, 9), past_key_values=cache)  # a step, after which addresses of buffers are kept
-            cache.crop(-1)
-        return cache
+    def read() -> Text:
+        text = text_of(model, method, PackedCache(model, method))
+        text.read(prompt(300))
+        text.step(prompt(1, 9))  # after which addresses of buffers are kept
+        text.crop(1)
+        return text
 
     shared = read()
     for question in questions:
-        own = copy.deepcopy(shared)
-        assert torch.equal(answer(own, question), answer(read(), question))
-        assert own.get_seq_length() > 300 == shared.get_seq_length()
+        own = shared.copy()
+        assert all(map(torch.equal, answer(own, question), answer(read(), question)))
+        assert own.tokens > 300 == shared.tokens == shared.backend.cache.get_seq_length()
     with pytest.raises(ValueError, match="cannot be pickled: write it by `save`"):
-        pickle.dumps(shared)
-    with (
-        pytest.raises(
-            ValueError, match="partial_kv has another PackedCache: pass the same one to the model, or leave cache out"
-        ),
-        torch.no_grad(),
-    ):
-        with partial_kv(model, method, 0.1, cache=shared):
-            model(prompt(1), past_key_values=copy.deepcopy(shared))
+        pickle.dumps(shared.backend.cache)
 
 
 def spoilt(
@@ -442,8 +403,8 @@ def perturbed(tensor: Tensor, draw: random.Random) -> Tensor:
 CHILD = """
 import sys, torch
 from pathlib import Path
-from residual_mass import PackedCache, partial_kv
-from tests.unit.model.test_packed import wide_model_of
+from residual_mass import PackedCache
+from tests.unit.model.test_packed import text_of, wide_model_of
 model, method = wide_model_of(layers=2), sys.argv[1]
 for path in sorted(Path(sys.argv[2]).glob("*.safetensors")):
     cache = PackedCache(model, method)
@@ -454,11 +415,12 @@ for path in sorted(Path(sys.argv[2]).glob("*.safetensors")):
         assert str(error).startswith(str(path)) and "\\n" not in str(error), error
         assert cache.nbytes == 0
         continue
-    with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
+    text = text_of(model, method, cache)
+    with torch.no_grad():
         for _ in range(3):
-            model(torch.full((1, 1), 5), past_key_values=cache)
-        model(torch.full((1, 80), 5), past_key_values=cache)
-        model(torch.full((1, 1), 5), past_key_values=cache)
+            text.step(torch.full((1, 1), 5))
+        text.read(torch.full((1, 80), 5))
+        text.step(torch.full((1, 1), 5))
 print("end")
 """
 
@@ -470,10 +432,11 @@ def test_a_damaged_state_is_refused_or_harmless(method: str, tmp_path: Path) -> 
     """Every tensor and number of a file is dropped, renamed, changed in shape and dtype, and in its values."""
     model, cache, draw = wide_model_of(layers=2), None, random.Random(0)
     cache = PackedCache(model, method)
-    with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
-        model(prompt(150), past_key_values=cache)
+    text = text_of(model, method, cache)
+    with torch.no_grad():
+        text.read(prompt(150))
         for at in range(70):
-            model(torch.full((1, 1), 5 + at), past_key_values=cache)
+            text.step(torch.full((1, 1), 5 + at))
     cache.save(tmp_path / "whole")
     tensors = load_file(tmp_path / "whole")
     with safe_open(tmp_path / "whole", "pt") as stream:
@@ -516,9 +479,10 @@ def test_what_is_no_state_of_a_cache_is_refused_in_one_line(
 ) -> None:
     path, method = tmp_path / "state.safetensors", "scan4_regression_64"
     cache = PackedCache(model, method)
-    with torch.no_grad(), partial_kv(model, method, 0.1, cache=cache):
-        model(prompt(150), past_key_values=cache)
-        model(prompt(1), past_key_values=cache)
+    text = text_of(model, method, cache)
+    with torch.no_grad():
+        text.read(prompt(150))
+        text.step(prompt(1))
     cache.save(path)
     tensors = load_file(path)
     with safe_open(path, "pt") as stream:
@@ -563,7 +527,7 @@ def test_the_state_of_another_model_is_refused(
     """Heads and layers are the same, and so it would generate other text."""
     path, method = tmp_path / "state.safetensors", "scan4_regression_64"
     cache = PackedCache(model, method)
-    within(model, cache, prompt(150), method=method)
+    read_into(model, cache, prompt(150), method=method)
     cache.save(path)
     assert PackedCache(copy.deepcopy(model), method).load(path).get_seq_length() == 150
     other = change(model)
@@ -578,7 +542,7 @@ def test_a_state_cannot_be_told_from_others_without_its_model(tmp_path: Path) ->
     """A cache does not keep a model in memory."""
     model = wide_model_of(layers=1)
     cache = PackedCache(model, "cache8")
-    within(model, cache, prompt(30), method="cache8")
+    read_into(model, cache, prompt(30), method="cache8")
     del model
     gc.collect()
     with pytest.raises(ValueError, match="its model is no longer in memory"):
@@ -597,25 +561,20 @@ def test_latent_attention_is_left_to_torch() -> None:
 
 REFUSED: list[tuple[str, Callable[[LlamaForCausalLM, PackedCache], object]]] = [
     ("crop takes a negative number", lambda model, cache: cache.layers[0].crop(3)),
-    ("num_beams=1", lambda model, cache: model.generate(
-        prompt(20), num_beams=2, custom_generate=partial_decoding("scan4"))),
-    ("joins older tokens in blocks by itself", lambda model, cache: within(model, cache, prompt(20), fold=4)),
-    ("takes one prompt", lambda model, cache: within(model, cache, prompt(20).expand(2, -1), prompt(2).expand(2, -1))),
-    ("padded only on the left", lambda model, cache: within(
-        model, cache, prompt(20).expand(2, -1), mask=torch.tensor([[1] * 20, [1] * 9 + [0] + [1] * 10]))),
-    ("as past_key_values", lambda model, cache: within(model, None, prompt(20), session=cache)),
-    ("the cache holds 1 prompts of 2 KV heads", lambda model, cache: within(
+    ("does not follow beams: generate with num_beams=1", lambda model, cache: cache.layers[0].reorder_cache(None)),
+    ("a further turn on a PackedCache takes one prompt", lambda model, cache: read_into(
+        model, cache, prompt(20).expand(2, -1), prompt(2).expand(2, -1))),
+    ("the cache holds 1 prompts of 2 KV heads", lambda model, cache: read_into(
         model, cache, prompt(20), prompt(1).expand(2, -1))),
+    ("made for another method than cache8", lambda model, cache: read_into(
+        model, cache, prompt(20), method="cache8")),
 ]  # fmt: skip
 
 
-def within(
-    model: LlamaForCausalLM, cache: PackedCache | None, *turns: Tensor, fold: int | None = None,
-    mask: Tensor | None = None, session: PackedCache | None = None, method: str = "scan4",
-) -> None:  # fmt: skip
-    with torch.no_grad(), partial_kv(model, method, 0.1, fold=fold, cache=session or cache):
-        for ids in turns:
-            model(ids, past_key_values=cache, attention_mask=mask)
+@torch.no_grad()
+def read_into(model: LlamaForCausalLM, cache: PackedCache, *turns: Tensor, method: str = "scan4") -> None:
+    for ids in turns:
+        text_of(model, method, cache).read(ids)
 
 
 @built
@@ -625,3 +584,11 @@ def test_what_a_packed_cache_does_not_serve_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         call(model, PackedCache(model, "scan4"))
+
+
+@built
+def test_a_cache_with_other_anchors_is_refused(model: LlamaForCausalLM) -> None:
+    cache = PackedCache(model, "scan4")
+    read_into(model, cache, prompt(50))
+    with pytest.raises(ValueError, match="was made with num_sink=4 and num_tail=16, not 2 and 16"):
+        PackedBackend(model, arm_at("scan4", 0.1), AnchorSpec(2, 16), cache)

@@ -1,181 +1,37 @@
-"""`pack_weights`: codes, products, whole models of every family, and what a packed model can and cannot do."""
+"""`pack_weights`: products, whole models of every family, and what a packed model can and cannot do."""
 
 from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import cpu_offload
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import dequantize, quantize
 from tests.conftest import tiny_llama
 from tests.unit.model.families import FAMILIES, Family, cases
+from tests.unit.model.weights import BF16, by_hand
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel
 
 from residual_mass import pack_weights, partial_generate
 from residual_mass.model import packed_weights
-from residual_mass.model.packed_weights import GROUPS, Linear4, Linear8, PackedEmbedding, PackedLinear
-from residual_mass.model.weight_codes import codes_of_4_bits
-
-BF16 = 2.0**-8
-"""Largest relative error of rounding to bfloat16."""
-GGUF = {"Q4_0": GGMLQuantizationType.Q4_0, "Q4_1": GGMLQuantizationType.Q4_1}
-
-
-def by_hand(layer: PackedLinear) -> Tensor:
-    """The weight [N, K] in float64, code by code."""
-    rows, columns = layer.out_features, layer.in_features
-    if isinstance(layer, Linear8):
-        return layer.codes[:, :columns].double() * layer.scales.double()[:, None]
-    block, apart = layer.layout
-    flat = layer.codes.flatten().tolist()
-    width = 2 * layer.codes.shape[1]
-    weight = torch.empty(rows, columns, dtype=torch.float64)
-    for row in range(rows):
-        within = row % block
-        high = within // apart % 2
-        byte = within // 2 if apart == 1 else within % apart
-        for column in range(columns):
-            start = row // block * block * width // 2
-            packed = flat[start + column * block // 2 + byte]
-            code = packed >> 4 if high else packed & 15
-            scale, zero = layer.scales[column // layer.group, row].double()
-            weight[row, column] = (code - 8) * scale + zero
-    return weight
-
-
-# ---- codes -----------------------------------------------------------------------------------------------------------
-
-
-def assert_kept(weight: Tensor, codes: Tensor, scale: Tensor, kept: torch.dtype) -> None:
-    """Codes are those given, and weights differ by no more than rounding scale and zero to bfloat16 makes.
-
-    A few levels that are rounded to bfloat16 lie on several grids.
-    """
-    found = codes_of_4_bits(weight.to(kept), 32)
-    if kept != torch.bfloat16 or codes.max() > 8:
-        assert torch.equal(found.codes.to(torch.uint8), codes)
-    back = (found.codes.view(len(codes), -1, 32) - 8) * found.scale.float()[..., None] + found.zero.float()[..., None]
-    off = (back - weight.view_as(back)).abs().amax(-1)
-    rounding = 15 * scale.abs() * BF16 + found.zero.abs().float() * BF16
-    if kept != torch.float32:
-        rounding += torch.finfo(kept).eps * weight.view_as(back).abs().amax(-1)
-    assert bool((off <= 1.01 * rounding).all())
-
-
-@pytest.mark.parametrize("kept", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("lowest, highest", [(0, 15), (3, 12), (4, 8)])
-def test_codes_of_dequantised_weights_are_kept(lowest: int, highest: int, kept: torch.dtype) -> None:
-    """Also where no weight has an outer code: those of a group that spans k steps are then counted from the lowest."""
-    draw = torch.Generator().manual_seed(0)
-    codes = torch.randint(lowest, highest + 1, (48, 6, 32), generator=draw)
-    codes[..., 0] = lowest
-    codes[..., 1] = highest
-    codes[..., 2] = lowest + 1
-    scale = (torch.rand(48, 6, generator=draw) + 0.1).half().float()
-    low = (scale * -(3.3 + 3 * torch.rand(48, 6, generator=draw))).half().float()
-    weight = ((codes - lowest) * scale[..., None] + low[..., None]).flatten(1)
-    assert_kept(weight, (codes - lowest).flatten(1).to(torch.uint8), scale, kept)
-
-
-@pytest.mark.parametrize("kept", [torch.float32, torch.float16, torch.bfloat16])
-def test_codes_around_zero_are_kept_for_steps_of_either_sign(kept: torch.dtype) -> None:
-    """As in Q4_0, where the weight of largest magnitude has code 0."""
-    draw = torch.Generator().manual_seed(0)
-    codes = torch.randint(0, 16, (48, 6, 32), generator=draw)
-    codes[..., 5] = 0
-    scale = (torch.rand(48, 6, generator=draw) + 0.1).half().float()
-    scale[::2] *= -1
-    weight = ((codes - 8) * scale[..., None]).flatten(1)
-    assert_kept(weight, codes.flatten(1).to(torch.uint8), scale, kept)
-
-
-@pytest.mark.parametrize("kind", GGUF)
-def test_a_gguf_weight_is_not_rounded_to_other_codes(kind: str) -> None:
-    original = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-    stored = torch.from_numpy(dequantize(quantize(original.numpy(), GGUF[kind]), GGUF[kind]))
-    step = original.view(64, 3, 32).abs().amax(-1) / 8
-    layer = Linear4(stored, None, 32)
-    off = (by_hand(layer) - stored).abs().view(64, 3, 32).amax(-1)
-    assert off.max() > 0
-    assert bool((off <= 24 * step * BF16).all()), "a twentieth of a step; a second rounding could be half of one off"
-
-
-def write_gguf(path: Path, model: PreTrainedModel) -> None:
-    """A small Llama as llama.cpp quantises it: layers in Q4_1 and Q4_0 in turn, the tied embedding in Q8_0."""
-    writer = GGUFWriter(path, "llama")
-    config = model.config
-    writer.add_context_length(512)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.layers": "blk",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    for name, parameter in model.named_parameters():
-        if name.startswith("lm_head"):
-            continue
-        kind = list(GGUF.values())["layers.1" in name] if parameter.ndim == 2 else None
-        kind = GGMLQuantizationType.Q8_0 if "embed" in name else kind
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        weight = parameter.detach().numpy()
-        writer.add_tensor(name, weight if kind is None else quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gguf_file_keeps_its_codes(dtype: torch.dtype, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", tiny_llama(layers=2))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=dtype)
-    weights = {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    pack_weights(model)
-    assert model.generate(ids_of(5), max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 8)
-    compared = 0
-    for name, weight in weights.items():
-        layer = model.get_submodule(name)
-        if isinstance(layer, Linear4):
-            groups = weight.double().unflatten(1, (-1, 32))
-            off = (by_hand(layer).view_as(groups) - groups).abs().amax(-1)
-            low, high = groups.aminmax(dim=-1)
-            assert bool((off <= (high - low) / 15 / 4).all()), "a second rounding to 16 levels could be off by a half"
-            compared += 1
-    assert compared == 14
-
-
-def test_other_weights_are_rounded_to_the_nearest_of_16_levels() -> None:
-    weight = torch.randn(32, 128, generator=torch.Generator().manual_seed(0))
-    weight[3] = 0.25
-    weight[4] = 0
-    for group in GROUPS[:3]:
-        layer = Linear4(weight, None, group)
-        off = (by_hand(layer) - weight).view(32, -1, group)
-        groups = weight.double().view(32, -1, group)
-        low, high = groups.aminmax(dim=-1, keepdim=True)
-        step = (high - low) / 15
-        nearest = low + step * ((groups - low) / step.clamp_min(1e-9)).round()
-        least = (nearest - groups).square().mean(-1)
-        assert bool((off.square().mean(-1) <= 1.02 * least + (0.25 * BF16) ** 2).all())
-        assert bool((least[0] > 0).all())
-
+from residual_mass.model.packed_linear import (
+    Linear4,
+    Linear8,
+    PackedEmbedding,
+    PackedHead,
+    PackedLinear,
+    layout_here,
+)
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -201,6 +57,27 @@ def test_products_are_those_of_the_codes(bits: int, columns: int, rows: int, dty
         precision = BF16 if count <= layer.most_rows else min(BF16, torch.finfo(dtype).eps)
         off = (output[0].double() - expected).abs()
         assert bool((off <= 4 * precision * size + 1e-12).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_best_logits_of_a_head_are_not_rounded(biased: bool, dtype: torch.dtype) -> None:
+    """Logits of 32 to 64 are multiples of 1/4 in bfloat16, so the greatest tie there."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(3000, 50, generator=draw) / 10
+    weight[:, 0] = 10
+    bias = nn.Parameter(torch.randn(3000, generator=draw).to(dtype) / 10) if biased else None
+    head = PackedHead(weight, bias)
+    x = torch.randn(2, 8, 50, generator=draw)
+    x[..., 0] = 4
+    x = x.to(dtype)
+    logits = head(x)
+    exact = F.linear(x.double(), head.dequantised(torch.float64), None if bias is None else bias.double())
+    best, ids = exact.topk(100)
+    assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(logits.gather(-1, ids).double(), best, rtol=20 * torch.finfo(logits.dtype).eps, atol=0)
+    assert torch.equal(logits.argmax(-1), ids[..., 0])
+    assert not torch.equal(Linear8(weight, bias)(x).argmax(-1), ids[..., 0])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -273,6 +150,24 @@ def test_families(bits: int, family: Family) -> None:
         assert ours.shape == (1, 44)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_tokens_are_those_of_the_exact_product_of_the_head(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_weights, "has_bfloat16", lambda: fast)
+    model = pack_weights(tiny_llama(layers=2))
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda layer, args: seen.append(args[0][:, -1]))
+    ids = torch.cat((ids_of(20), ids_of(20).flip(1)))
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    exact = torch.stack(seen, 1).double() @ model.lm_head.dequantised(torch.float64).T
+    best = exact.topk(100).indices
+    off = (torch.stack(made.logits, 1).double() - exact).gather(-1, best).abs().max()
+    assert off < 1e-5 * exact.abs().max()
+    assert torch.equal(made.sequences[:, 20:], exact.argmax(-1))
+
+
 def test_falcon_has_a_linear_layer_of_its_own() -> None:
     config = FalconConfig(
         vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, alibi=False,
@@ -304,8 +199,9 @@ def test_the_head_gets_8_bits_and_a_weight_of_its_own() -> None:
         method: partial_generate(model, ids, max_new_tokens=4, method=method, budget=1.0) for method in ("topk", "full")
     }
     assert torch.equal(texts["topk"], texts["full"])
-    assert model.packed_weights.startswith("15 linear layers in 4 bits in groups of 32 (head: 8), ")
-    assert " nan" not in model.packed_weights
+    linear = r"14 linear layers in 4 bits in groups of 32, rounded \(off by 7\.\d+%\)"
+    head = r"1 in 8 bits, rounded \(off by 0\.\d+%\)"
+    assert re.match(rf"{linear}, {head}, 100% of the weights; 0\.1 MiB, 0\.3 before$", model.packed_weights)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -325,28 +221,52 @@ def test_the_rest_is_in_bfloat16_where_that_is_fast(
     assert model.model.embed_tokens(ids_of(3)).dtype == expected
 
 
-@pytest.mark.parametrize("query", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
-def test_torch_is_asked_for_the_instructions(query: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
-    assert not packed_weights.has_bfloat16()
-    monkeypatch.setattr(torch.cpu, query, lambda: True)
-    assert packed_weights.has_bfloat16()
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.delattr(torch.cpu, name)
-    assert not packed_weights.has_bfloat16()
-
-
 def test_routers_and_layers_with_hooks_stay() -> None:
     model = tiny_llama(layers=2)
     layer = model.model.layers[0]
     layer.mlp.router = nn.Linear(64, 4)
     seen = []
     layer.mlp.up_proj.register_forward_hook(lambda *args: seen.append(1))
+    weight_norm(layer.mlp.gate_proj)
     pack_weights(model)
     model(ids_of(4))
     assert type(layer.mlp.router) is nn.Linear and type(layer.mlp.up_proj) is nn.Linear and seen
-    assert isinstance(layer.mlp.down_proj, Linear4)
+    assert isinstance(layer.mlp.gate_proj, nn.Linear) and isinstance(layer.mlp.down_proj, Linear4)
+
+
+CHANGES: dict[str, Callable[[nn.Embedding], object]] = {
+    "hook": lambda each: each.register_forward_hook(lambda module, args, output: output * 2),
+    "hook before": lambda each: each.register_forward_pre_hook(lambda module, args: (args[0].flip(-1),)),
+    "forward": lambda each: setattr(each, "forward", lambda ids: F.embedding(ids + 1, each.weight)),
+    "max_norm": lambda each: setattr(each, "max_norm", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_tied_embedding_that_does_more_stays_and_has_weights_of_its_own(change: str) -> None:
+    model = tiny_llama(layers=2)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    embedding = model.get_input_embeddings()
+    plain = embedding.weight.clone()
+    CHANGES[change](embedding)
+    expected = copy.deepcopy(embedding)(ids_of(12))
+    assert not torch.equal(expected, plain[ids_of(12)])
+    pack_weights(model)
+    model.tie_weights()
+    assert model.get_input_embeddings() is embedding and isinstance(model.lm_head, Linear8)
+    torch.testing.assert_close(embedding(ids_of(12)).float(), expected, rtol=4 * BF16, atol=0)
+
+
+def test_no_file_of_weights_stays_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is loaded, a norm in the dtype of the file is a view of it, and one view keeps the whole file."""
+    monkeypatch.setattr(packed_weights, "has_bfloat16", lambda: False)
+    tiny_llama(layers=2).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    views = {parameter.data.data_ptr(): parameter.data for parameter in model.parameters()}
+    pack_weights(model)
+    assert not views.keys() & {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
 
 def test_a_module_in_two_places_is_packed_once() -> None:
@@ -359,7 +279,9 @@ def test_a_module_in_two_places_is_packed_once() -> None:
 
 def test_most_of_the_weights_in_experts_warns() -> None:
     family = next(family for family in FAMILIES if family.name == "gpt-oss")
-    with pytest.warns(UserWarning, match="most of GptOssForCausalLM stays as it is: 9 linear layers"):
+    with pytest.warns(
+        UserWarning, match="most of GptOssForCausalLM stays as it is: 8 linear layers in 4 bits .*, 1 in 8"
+    ):
         pack_weights(family.build())
 
 
@@ -402,17 +324,17 @@ def test_what_a_packed_model_cannot_do_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_layer_compiles_in_one_graph(bits: int) -> None:
     model = pack_weights(tiny_llama(layers=2), bits)
-    layer = model.model.layers[0].mlp
-    compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
-    for rows in (1, 40):
-        x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(0)).to(model.dtype)
-        with torch.no_grad():
-            assert torch.equal(compiled(x), layer(x))
+    for layer in (model.model.layers[0].mlp, model.lm_head):
+        compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
+        for rows in (1, 40):
+            x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+            with torch.no_grad():
+                assert torch.equal(compiled(x), layer(x))
 
 
 SCRIPT = """
 import sys, torch
-from residual_mass.model.packed_weights import Linear4, Linear8, layout_here
+from residual_mass.model.packed_linear import Linear4, Linear8, layout_here
 draw = torch.Generator().manual_seed(0)
 weight = torch.randn(100, 48, generator=draw)
 layer = Linear4(weight, None, 32)
@@ -443,7 +365,7 @@ def test_codes_for_another_cpu_are_refused(tmp_path: Path) -> None:
             env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True, check=True,
         )  # fmt: skip
         layout, *lines = run.stdout.splitlines()
-        same = layout == str(packed_weights.layout_here())
+        same = layout == str(layout_here())
         for line in lines:
             assert line == "loaded" if same else line.startswith("the weights were packed for another CPU (blocks of ")
         printed[capability] = layout

@@ -22,10 +22,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
+from residual_mass.decode.backends import backend_for
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
+from residual_mass.decode.recording import prefill
+from residual_mass.decode.text import Text
 from residual_mass.lm_eval import BadArgument, PartialKV
-from residual_mass.model.hook import prefill
+from residual_mass.methods.arms import arm_of
 from residual_mass.model.loading import Backbone
 from residual_mass.model.rotary import frequencies_of
 from residual_mass.spec.arms import ArmSpec
@@ -125,30 +128,25 @@ def within(model: PreTrainedModel, ids: Tensor, method: str = "topk", budget: fl
 
 
 def with_packed_cache(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    cache = PackedCache(model, "full")
-    with partial_kv(model, "full", cache=cache):
-        return generated(model, ids, past_key_values=cache)
+    return generated(model, ids, past_key_values=PackedCache(model, "full"), custom_generate=partial_decoding("full"))
 
 
-def one_by_one(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def by_hand(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """A loop of the user's own."""
-    cache = DynamicCache()
-    with partial_kv(model, "topk", 1.0), torch.no_grad():
-        new = ids
+    text = Text(model, backend_for(model, arm_of("topk", 1.0)))
+    with torch.no_grad():
+        logits = text.read(ids)
         for _ in range(NEW):
-            new = model(new, past_key_values=cache).logits[:, -1:].argmax(-1)
-            ids = torch.cat((ids, new), 1)
+            ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
+            logits = text.step(ids[:, -1:])
     return ids
 
 
 WAYS: dict[str, Callable[[PreTrainedModel, Tensor], Tensor]] = {
     "in the context": within,
     "with a packed cache": with_packed_cache,
-    "one by one": one_by_one,
+    "by hand": by_hand,
     "fastest step": lambda model, ids: partial_generate(model, ids, max_new_tokens=NEW, method="topk", budget=1.0),
-    "verified": lambda model, ids: generated(
-        model, ids, custom_generate=partial_decoding("topk_moments", 0.5, verify=3)
-    ),
     "in chunks": lambda model, ids: generated(
         model, ids, prefill_chunk_size=25, custom_generate=partial_decoding("topk", 1.0)
     ),
@@ -196,7 +194,8 @@ def test_a_further_turn_keeps_the_frequencies_of_the_first(name: str, packed: bo
     method = "full" if packed else "topk"
 
     def turn(ids: Tensor, cache: Any) -> Tensor:
-        return generated(model, ids, past_key_values=cache, custom_generate=partial_decoding(method, 1.0))
+        decoding = partial_decoding(method, None if packed else 1.0)
+        return generated(model, ids, past_key_values=cache, custom_generate=decoding)
 
     cache = PackedCache(model, method) if packed else DynamicCache()
     first = turn(ids_of(40), cache)

@@ -26,7 +26,7 @@ SHARE = "is not a share of the prompt's tokens in (0, 1]: "
         ("4%", f"budget='4%' {SHARE}for 4 % write 0.04"),
         (1, "budget=1 may mean 1 % or the whole prompt: write 0.01 or 1.0"),
         (0, f"budget=0 {SHARE}for 2 % write 0.02"),
-        (None, f"budget=None {SHARE}for 2 % write 0.02"),
+        (None, "method topk chooses tokens: give a budget, such as budget=0.02 for 2 % of the prompt"),
         ("1/0", f"budget='1/0' {SHARE}for 2 % write 0.02"),
     ],
 )
@@ -42,7 +42,7 @@ def test_a_budget_that_is_no_share(budget: Any, line: str, tiny_backbone: Backbo
 def test_a_budget_is_the_percentage_that_is_written(budget: Any, percent: float, tiny_backbone: Backbone) -> None:
     """In floats 100 * 0.07 is a little above 7, and K would be one token too many."""
     with pytest.warns(UserWarning), partial_kv(tiny_backbone.model, "topk", budget) as session:
-        assert session.arm.budget_percent == percent
+        assert session.decoding.arm.budget_percent == percent
 
 
 def test_a_budget_in_percent() -> None:
@@ -126,11 +126,15 @@ def test_what_is_no_decoder_only_model(model: Any, line: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"), partial_kv(model, "topk", 0.1):
         pass
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-        partial_generate(model, torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, method="topk")
+        partial_generate(model, torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, method="topk", budget=0.1)
 
 
 def test_generation_needs_a_language_model_head() -> None:
     with pytest.raises(ValueError, match="^LlamaModel has no language-model head; load it with AutoModelForCausalLM$"):
         partial_generate(
-            LlamaModel(LlamaConfig(**SIZES)), torch.ones(1, 5, dtype=torch.long), max_new_tokens=3, method="topk"
+            LlamaModel(LlamaConfig(**SIZES)),
+            torch.ones(1, 5, dtype=torch.long),
+            max_new_tokens=3,
+            method="topk",
+            budget=0.1,
         )

@@ -137,7 +137,6 @@ def next_tokens(length: str) -> list[Row]:
         rows += [
             row,
             *(row | {"value": 9} | hidden for hidden in ({"state": "dense"}, {"metric": "nll"}, {"task": "x"})),
-            row | {"metric": "first_differences", "continuation": "draft", "value": row["value"] / 10},
         ]
     return rows
 

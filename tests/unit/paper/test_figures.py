@@ -19,12 +19,10 @@ from scipy.stats import spearmanr
 
 from residual_mass import methods
 from residual_mass.methods import method_named
-from residual_mass.methods.step_bytes import bytes_per_verified_token
 from residual_mass.paper.figures import DRAWINGS, run
 from residual_mass.paper.figures.style import BLUE, VERMILLION, make_logarithmic, paper_style
 from residual_mass.paper.titles import method_title, text_title, title_parts, trained_at_title
 from residual_mass.spec import figures as configured
-from residual_mass.spec.columns import DRAFTED
 from residual_mass.statistics import resampled
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -175,17 +173,14 @@ def test_means_of_one_document_have_no_interval(tmp_path: Path) -> None:
 
 def test_points_by_bytes_are_those_of_the_files_and_the_front_is_of_each_panel() -> None:
     figure = drawn.figure("fidelity_by_bytes")
-    places = product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error", "bytes_per_verified_token"))
+    places = product(("512", "2k"), ("wiki", "books"), ("kl", "relative_error"))
     for axis, (length, corpus, quantity) in zip(figure.axes, places, strict=True):
         rows = [row for row in drawn.errors(length) if row["corpus"] == corpus]
         arms = {(row["method"], row["budget_percent"]): (100 * row["step_share"], row["error"]) for row in rows}
-        if quantity != "relative_error":
-            metric = "kl" if quantity == "kl" else "first_differences"
+        if quantity == "kl":
             rows = [row for row in drawn.next_tokens(length) if row["text"] == corpus and row["value"] != 9]
-            values = {(row["method"], row["budget_percent"]): row["value"] for row in rows if row["metric"] == metric}
+            values = {(row["method"], row["budget_percent"]): row["value"] for row in rows if row["metric"] == "kl"}
             arms = {arm: (arms[arm][0], value) for arm, value in values.items()}
-        if quantity == "bytes_per_verified_token":
-            arms = {arm: (b, bytes_per_verified_token(b / 100, h, DRAFTED)[0]) for arm, (b, h) in arms.items()}
         for method in {method for method, _ in arms}:
             of_method = sorted((float(budget), *point) for (name, budget), point in arms.items() if name == method)
             drawn.assert_drawn(axis, [point for _, *point in of_method])

@@ -48,7 +48,7 @@ def test_numbers_are_read_exactly_and_what_is_empty_is_unknown() -> None:
 
 def test_a_file_has_the_digits_of_the_stage() -> None:
     numbers = {
-        "quantity": ["kl", "bytes_per_verified_token", "step_bytes"], "value": [0.11080649, 0.26132559686945034, 4e9],
+        "quantity": ["kl", "training_seconds", "step_bytes"], "value": [0.11080649, 0.26132559686945034, 4e9],
         "ci_low": [0.06, 0.2571001901999238, None], "n": [6, None, 3], "budget_percent": [4.0, 0.5, None],
         "gain_p_holm": [0.5, None, 1e-9], "bold": [True, False, False], "maps": ["2k", None, ""],
     }  # fmt: skip

@@ -11,12 +11,12 @@ from tests.needs import GPU, needs
 from tests.unit.model.test_decoding import random_maps
 from transformers import PreTrainedModel
 
-from residual_mass.decode.backend import Backend
+from residual_mass.decode.backend import Backend, Prefill
 from residual_mass.decode.engine import SharedPrefillEngine
+from residual_mass.decode.recording import prefill
 from residual_mass.decode.terms import retrieved_by
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.gpu.backend import TritonBackend
-from residual_mass.model.hook import Prefill, prefill
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.runtime.decoders import TextDecoder
@@ -56,7 +56,7 @@ def engine_tokens(backbone: Backbone, arm: ArmSpec, phi: PhiMaps | None, prompts
 def decoder_of(
     kind: type[Backend], model: PreTrainedModel, arm: ArmSpec, phi: PhiMaps | None, read: Prefill
 ) -> TextDecoder:
-    backend = kind.open(model, arm, ANCHORS, phi if arm.needs_maps else None, None, False, STEPS)
+    backend = kind.open(model, arm, ANCHORS, phi if arm.needs_maps else None, None, STEPS)
     backend.take(read)
     return TextDecoder(model, backend, STEPS)
 

@@ -18,8 +18,8 @@ from tests.records import give_manifest
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from residual_mass.decode.packed_backend import PackedBackend
-from residual_mass.decode.text import TextBatch
-from residual_mass.model.hook import prefill
+from residual_mass.decode.recording import prefill
+from residual_mass.decode.text import Text
 from residual_mass.model.loading import Backbone, load_backbone
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.runtime import latencies
@@ -113,9 +113,9 @@ def test_cpu_kernels_have_rows_where_they_serve_the_model_and_method() -> None:
     )
     for method in ("full", *own[1:]):
         arm = ArmSpec(method, None if method == "full" else 20.0)
-        backend = PackedBackend.open(model, arm, ANCHORS, None, None, False, 0)
+        backend = PackedBackend.open(model, arm, ANCHORS, None, None, 0)
         backend.take(prefill(model, [list(range(2, 258))]))
-        text = TextBatch(model, backend)
+        text = Text(model, backend)
         with torch.no_grad():
             for _ in range(15):  # half of a run
                 text.step(torch.tensor([[5]]))

@@ -29,7 +29,7 @@ from residual_mass.paper.figures.style import (
 )
 from residual_mass.paper.frames import read_results
 from residual_mass.paper.titles import method_title, text_title, trained_at_title
-from residual_mass.spec.columns import DRAFT, FIDELITY_COLUMNS, FOLLOWING, GREEDY, OWN
+from residual_mass.spec.columns import FIDELITY_COLUMNS, FOLLOWING, GREEDY, OWN
 from residual_mass.spec.specs import FigureSpec
 from residual_mass.statistics import equal_parts, percentile_interval, resampled
 
@@ -83,7 +83,7 @@ def _distances_on(texts: Sequence[str], data: Sequence[Path]) -> pd.DataFrame:
     shown = rows["metric"] == KL.name
     shown &= rows["task"] == ALL_TASKS
     shown &= rows["state"] == OWN
-    shown &= ~rows["continuation"].isin((GREEDY, DRAFT))
+    shown &= rows["continuation"] != GREEDY
     return rows[shown].copy()
 
 
@@ -128,7 +128,7 @@ def _tokens_shown(spec: FigureSpec, path: Path) -> pd.DataFrame:
     rows = read_parquet(path, [*TOKENS, "kl", "seen"], "force").astype({"kl": float})
     shown = rows["text"] == spec.texts[0]
     shown &= rows["state"] == OWN
-    shown &= ~rows["continuation"].isin((GREEDY, DRAFT))
+    shown &= rows["continuation"] != GREEDY
     shown &= rows["budget_percent"] == spec.budget_percent
     shown &= rows["maps"].isin(["", *spec.maps])
     return rows[shown]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from residual_mass.methods import METHODS, TopK, method_named
 from residual_mass.methods.registry import TOPK_TITLE
-from residual_mass.metrics import KL, RELATIVE_ERROR, VERIFIED
+from residual_mass.metrics import KL, RELATIVE_ERROR
 from residual_mass.paper.figures.style import (
     DISTANCE,
     GREY,
@@ -101,8 +101,7 @@ def _looks(part: str, looks: Sequence[str]) -> dict[type, str]:
 def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
     r"""Distance from full attention against the bytes that a decode step reads of a bfloat16 cache and of summaries, as
     a share of all keys and values: the Kullback-Leibler divergence of the next token (left), which is measured for
-    fewer methods, the relative $\ell_1$ error of the attention output (middle), and, where drafts were measured, the
-    bytes for a token where the method drafts and full attention verifies (right), by length and text. Colours are
+    fewer methods, and the relative $\ell_1$ error of the attention output (right), by length and text. Colours are
     selectors, marks are what is added for the unread tokens, thin lines join the budgets of a method. The black line is
     the least distance that any method has with at most that many bytes; the exact mass, an oracle, is left out of it.
     """
@@ -113,11 +112,9 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         errors[part] = list(map(type, parts))
     colours = _looks("selector", SELECTOR_COLOURS)
     markers = _looks("residual", RESIDUAL_MARKERS)
-    columns = [(KL, "documents"), (RELATIVE_ERROR, "packs")]
-    if errors[VERIFIED.name].notna().any():
-        columns.append((VERIFIED, "documents"))
+    columns = ((KL, "documents"), (RELATIVE_ERROR, "packs"))
     places = list(product(errors["length"].unique(), spec.texts, columns))
-    figure, axes = panels(1.5, len(places), len(columns), "bytes of a step, %", sharex="col", sharey="col")
+    figure, axes = panels(1.5, len(places), 2, "bytes of a step, %", sharex="col", sharey="col")
     for axis, (length, corpus, (metric, counted)) in zip(axes, places, strict=True):
         of_text = (errors["length"] == length) & (errors["corpus"] == corpus)
         panel = errors[of_text & errors[metric.name].notna()]
@@ -128,7 +125,7 @@ def fidelity_by_bytes(spec: FigureSpec, data: Sequence[Path]) -> Figure:
         axis.set_title(f"{text_title(corpus)}, {length}: {count} {counted}", fontsize=7)
         axis.set_ylabel(DISTANCE if metric == KL else metric.title)
         axis.grid()
-    for axis in axes[: len(columns)]:
+    for axis in axes[:2]:
         make_logarithmic(axis.xaxis, axis.yaxis)
     _add_labels(axes[0], errors, colours, markers)
     return finish(figure, spec, ": distance from full attention and bytes of a step", fontsize=6.5)

@@ -7,8 +7,7 @@ import re
 import pandas as pd
 
 from residual_mass.methods import METHODS
-from residual_mass.methods.step_bytes import bytes_per_verified_token
-from residual_mass.metrics import FIRST_DIFFERENCES, KL, SAME_TOP, VERIFIED
+from residual_mass.metrics import KL, SAME_TOP
 from residual_mass.paper.cells import (
     ALL_TASKS,
     best,
@@ -29,7 +28,7 @@ from residual_mass.paper.tables.layout import (
     table,
 )
 from residual_mass.paper.titles import method_title, text_title
-from residual_mass.spec.columns import DRAFT, DRAFTED, FOLLOWING, OWN
+from residual_mass.spec.columns import FOLLOWING, OWN
 from residual_mass.spec.labels import TOPK
 from residual_mass.spec.specs import TableSpec
 
@@ -49,23 +48,18 @@ COSTS = {
     "training_seconds": "Training",
 }
 TRAINING = "Training,\nsteps (time)"
-VERIFYING = "Verified\n(95% interval; n)"
-"""Titles of fields with two quantities."""
+"""Title of a field with two quantities."""
 DEPLOYABLE = {
-    "": "Budget", "step_share": "Read", VERIFIED.name: VERIFYING, "draft_tokens": VERIFYING, KL.name: "KL,\nnats",
-    SAME_TOP.name: "Top\ntoken", "relative_error": "Error", "summary_bytes": "State,\nbytes",
-    "training_steps": TRAINING, "training_seconds": TRAINING,
+    "": "Budget", "step_share": "Read", KL.name: "KL,\nnats", SAME_TOP.name: "Top\ntoken", "relative_error": "Error",
+    "summary_bytes": "State,\nbytes", "training_steps": TRAINING, "training_seconds": TRAINING,
 }  # fmt: skip
 UNITS = {
     KL.name: "documents",
     SAME_TOP.name: "documents",
-    VERIFIED.name: "documents",
     "relative_error": "packs",
     "log_z_error": "packs",
 }
 """Units of sample sizes by quantity: columns of `method_comparison`."""
-ENDS = ("", "_ci_low", "_ci_high")
-"""Endings of the columns of a value and its interval."""
 
 
 @table(
@@ -135,15 +129,8 @@ def deployable(rows: Rows, show: TableSpec) -> pd.DataFrame:
 
 
 def _with_brackets(cells: pd.DataFrame) -> pd.Series:
-    """Returns what fields print. Two quantities of a method share a field: the second in brackets, the number of drafts
-    after the interval.
-    """
-    low = cells["ci_low"].map("{:.0%}".format)
-    high = cells["ci_high"].map("{:.0%}".format)
-    interval = (low + " to " + high + "; ").where(cells["ci_low"].notna(), "")
-    of_the_first = interval.shift(fill_value="")
-    brackets = " (" + of_the_first + cells["text"] + ")"
-    brackets = brackets.where(cells["value"].notna(), "")
+    """Returns what fields print. Two quantities of a method share a field: the second in brackets."""
+    brackets = (" (" + cells["text"] + ")").where(cells["value"].notna(), "")
     second = cells["column"] == cells["column"].shift()
     fields = (~second).cumsum()
     return cells["text"].mask(second, brackets).groupby(fields).transform("".join)
@@ -154,19 +141,16 @@ def _with_brackets(cells: pd.DataFrame) -> pd.Series:
 
 def method_comparison(rows: Rows) -> pd.DataFrame:
     """Returns errors of methods on texts. Adds, where measured, the KL divergence and the share of equal top tokens of
-    the same methods and maps (else `documents` is unknown), the bytes per verified token, and the seconds that their
-    maps were trained for.
+    the same methods and maps (else `documents` is unknown), and the seconds that their maps were trained for.
     """
     errors = rows["residual_errors"].rename(columns=lambda name: re.sub("^error", "relative_error", name))
     forced = rows.get("fidelity", pd.DataFrame(columns=["text", "metric", "task", "state", "continuation"]))
-    forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN)]
-    continuations = {KL.name: FOLLOWING, SAME_TOP.name: FOLLOWING, FIRST_DIFFERENCES.name: DRAFT}
-    for metric, continuation in continuations.items():
-        of_metric = forced[forced["metric"] == metric]
-        measured = of_metric[of_metric["continuation"] == continuation]
+    forced = forced[(forced["task"] == ALL_TASKS) & (forced["state"] == OWN) & (forced["continuation"] == FOLLOWING)]
+    for metric in (KL.name, SAME_TOP.name):
+        measured = forced[forced["metric"] == metric]
         errors = errors.merge(_distances_of(measured, metric), how="left", on=ARM_ON_TEXT)
     errors = errors.merge(_training_times(rows), how="left", on=["backbone", "maps"])
-    return _with_verified(with_empty_texts(errors))
+    return with_empty_texts(errors)
 
 
 def _distances_of(measured: pd.DataFrame, metric: str) -> pd.DataFrame:
@@ -175,7 +159,7 @@ def _distances_of(measured: pd.DataFrame, metric: str) -> pd.DataFrame:
     if metric == KL.name:
         names |= {"source": "kl_source", "documents": "documents"}
     columns = list(dict.fromkeys([*ARM_ON_TEXT, *names.values()]))
-    numbers = ["budget_percent", *(metric + end for end in ENDS)]
+    numbers = ["budget_percent", metric, f"{metric}_ci_low", f"{metric}_ci_high"]
     found = measured.rename(columns=names).reindex(columns=columns)
     return found.astype(dict.fromkeys(numbers, float))
 
@@ -186,24 +170,6 @@ def _training_times(rows: Rows) -> pd.DataFrame:
     logs = rows.get("train", pd.DataFrame(columns=list(columns)))
     last = logs.drop_duplicates(["backbone", "length"], keep="last")
     return last[list(columns)].rename(columns=columns).astype({"training_seconds": float})
-
-
-def _with_verified(errors: pd.DataFrame) -> pd.DataFrame:
-    """Adds the bytes per verified token with its interval, and the number of drafted tokens."""
-    for end in ENDS:
-        rates = errors[FIRST_DIFFERENCES.name + end].astype(float)
-        costs = []
-        drafts = []
-        for share, rate in zip(errors["step_share"], rates, strict=True):
-            cost = tokens = None
-            if not pd.isna(rate):
-                cost, tokens = bytes_per_verified_token(share, rate, DRAFTED)
-            costs.append(cost)
-            drafts.append(tokens)
-        errors[VERIFIED.name + end] = pd.Series(costs, errors.index, dtype=float)
-        if not end:
-            errors["draft_tokens"] = pd.Series(drafts, errors.index, dtype=float)
-    return errors
 
 
 def _with_sources(cells: pd.DataFrame) -> pd.DataFrame:
