@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from residual_mass.files import require_writable
 from residual_mass.measure import command as measure
-from residual_mass.measure.arguments import add_arguments
+from residual_mass.measure.request import add_arguments
 from residual_mass.serve import command as serve
 from residual_mass.spec.settings import Settings
 from residual_mass.spec.specs import parse_spec

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby, pairwise
@@ -25,13 +25,12 @@ from torch import Tensor
 from residual_mass.benchmarks.generate import encoded
 from residual_mass.benchmarks.store import ROW_REMEDY, RowStore, StoredRow, row_key
 from residual_mass.files import sha256_of, sha256_text, write_parquet
-from residual_mass.kernels.library import LAYOUT
 from residual_mass.model.loading import Backbone, backbone_identity, load_backbone, load_tokenizer
 from residual_mass.model.phi_maps import PhiMaps, files_by_label
 from residual_mass.model.rotary import frequencies_of
 from residual_mass.provenance import Record
 from residual_mass.spec.arms import ArmSpec
-from residual_mass.spec.columns import DENSE, FOLLOWING, FORCED_COLUMNS, GOLD, GREEDY, OWN
+from residual_mass.spec.columns import DENSE, FOLLOWING, FORCED_COLUMNS, GOLD, GREEDY
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import ForceSpec
@@ -128,46 +127,19 @@ def run(spec: ForceSpec, assets: Path, prompts: Sequence[Path], phi: Sequence[Pa
     identity = backbone_identity(source, assets)
     continuations = [*_documents(spec, tokenizer, assets), *_answers(spec, tokenizer, prompts)]
 
-    def load() -> Backbone:
-        return load_backbone(source, assets)
-
-    work = write_forced(spec, continuations, identity, load, maps, store, out)
-    record.write(out, identity=identity, **work)
-
-
-def write_forced(
-    spec: ForceSpec,
-    continuations: Sequence[Continuation],
-    identity: str,
-    load: Callable[[], Backbone],
-    maps: Mapping[str, Path],
-    store: Path,
-    out: Path,
-    packed: Collection[str] = (),
-) -> dict[str, Any]:
-    """Adds the missing rows to `store`, then writes a row per token to `out`.
-
-    Args:
-        identity: of the backbone that `load` loads where rows are missing.
-        maps: files of the feature maps by label.
-        packed: methods whose own rows are decoded from packed caches of the CPU kernels.
-
-    Returns:
-        Numbers of rows and the device, for the record.
-    """
     shas = {label: sha256_of(path) for label, path in maps.items()}
     rows = []
     for continuation in continuations:
         for state, arm in continuation.rows:
-            key = continuation.key(spec, arm, _form(state, arm, packed), identity, shas)
+            key = continuation.key(spec, arm, state, identity, shas)
             rows.append(ForcedRow(continuation, arm, state, key))
     with RowStore(store, FORCED_FIELDS) as stored:
         missing = [row for row in rows if row.key not in stored.rows]
         log.info("%d of %d rows to compute; %d in %s", len(missing), len(rows), len(stored.rows), store)
-        device = _compute(spec, load(), maps, missing, stored, packed) if missing else None
+        device = _compute(spec, load_backbone(source, assets), maps, missing, stored) if missing else None
         tokens = pd.DataFrame(_token_rows(rows, stored, shas), columns=list(FORCED_COLUMNS))
         write_parquet(out, tokens)
-    return {"rows": len(rows), "rows_computed": len(missing), "device": device}
+    record.write(out, identity=identity, rows=len(rows), rows_computed=len(missing), device=device)
 
 
 def _documents(spec: ForceSpec, tokenizer: Any, assets: Path) -> Iterator[Continuation]:
@@ -214,20 +186,12 @@ def _answers(spec: ForceSpec, tokenizer: Any, prompts: Sequence[Path]) -> Iterat
                 yield Continuation(*place, GREEDY, ids, None, limit, nominal, rows)
 
 
-def _form(state: str, arm: ArmSpec, packed: Collection[str]) -> str:
-    """Returns the state of an arm's forced tokens, and the layout of the cache that they are packed in, for a key."""
-    if arm.method in packed and state == OWN:
-        return f"{state}, packed {LAYOUT}"
-    return state
-
-
 def _compute(
     spec: ForceSpec,
     backbone: Backbone,
     maps: Mapping[str, Path],
     missing: Sequence[ForcedRow],
     store: RowStore,
-    packed: Collection[str],
 ) -> torch.device:
     """Computes the missing rows, prompt by prompt, and adds them to the store."""
     from tqdm import tqdm
@@ -235,7 +199,7 @@ def _compute(
     from residual_mass.decode.engine import NotFiniteError, SharedPrefillEngine
     from residual_mass.decode.forced import ForcedDecoder
 
-    _check_vocabulary(spec, backbone.model, missing)
+    require_vocabulary(backbone, [(*row.continuation.prompt, *(row.continuation.answer or ())) for row in missing])
     frequencies = frequencies_of(backbone.model)
     for row in missing:
         frequencies.require_growing([len(row.continuation.prompt) - 1], [row.continuation.limit])
@@ -257,7 +221,7 @@ def _compute(
             arms = dict.fromkeys(row.arm for row in rows)
             try:
                 decoder = ForcedDecoder(engine(tuple(arms), nominal), prompt[:-1])
-                for done in _rows(decoder, rows, packed):
+                for done in _rows(decoder, rows):
                     store.append(done)
                     bar.update(len(done))
             except (NotFiniteError, torch.OutOfMemoryError) as error:
@@ -265,20 +229,18 @@ def _compute(
     return backbone.device
 
 
-def _check_vocabulary(spec: ForceSpec, model: Any, rows: Sequence[ForcedRow]) -> None:
+def require_vocabulary(backbone: Backbone, sequences: Iterable[Sequence[int]]) -> None:
     """Raises ValueError where the tokenizer knows tokens that the model does not."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    largest = 0
-    for row in rows:
-        largest = max(largest, *row.continuation.prompt, *(row.continuation.answer or ()))
+    vocabulary = backbone.model.get_input_embeddings().num_embeddings
+    largest = max(map(max, sequences))
     if largest >= vocabulary:
         raise ValueError(
-            f"{spec.backbone.name}: the texts hold token {largest}, but the model has {vocabulary} tokens; give the "
+            f"{backbone.spec.name}: the texts hold token {largest}, but the model has {vocabulary} tokens; give the "
             "model the tokenizer that it was trained with"
         )
 
 
-def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow], packed: Collection[str]) -> Iterator[list[StoredRow]]:
+def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow]) -> Iterator[list[StoredRow]]:
     """Yields the rows of one prompt's continuations, all of a state together: a resumed run then decodes the same arms
     together, and rounds as an undisturbed one.
     """
@@ -294,17 +256,11 @@ def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow], packed: Collecti
         del logits
         for state in dict.fromkeys(state for state, _ in continuation.rows):
             rows = [row for row in missing if row.continuation == continuation and row.state == state]
-            from_caches = packed if state == OWN else ()
             partial = [row.arm for row in rows if not row.arm.is_full]
-            in_torch = [arm for arm in partial if arm.method not in from_caches]
-            by_arm = decoder.logits(in_torch, tokens, layers if state == DENSE else None)
+            by_arm = decoder.logits(partial, tokens, layers if state == DENSE else None)
             done = []
             for row in rows:
-                log_p = full
-                if not row.arm.is_full:
-                    packed_arm = row.arm.method in from_caches
-                    logits = decoder.served(row.arm, tokens) if packed_arm else next(by_arm)
-                    log_p = logits.double().log_softmax(-1)
+                log_p = full if row.arm.is_full else next(by_arm).double().log_softmax(-1)
                 measures = token_measures(full, log_p, targets)
                 done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **measures})
             yield done

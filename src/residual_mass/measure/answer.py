@@ -1,32 +1,150 @@
-"""The answer to a measurement, in sentences: what to take here, what it costs, and what that stands on."""
+"""The answer to a measurement: which arm to take here, what it costs, and what that stands on, in sentences."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from residual_mass.measure.choice import (
-    ARM_COLUMNS,
-    TORCH,
-    arm_means,
-    below_target,
-    faster_from,
-    fewest_bytes,
-    recommended,
-)
-from residual_mass.measure.distances import Measured
-from residual_mass.measure.served import WHOLE_PERCENT, arm_name
-from residual_mass.measure.times import DRAFTS, FULL_ATTENTION, LONGER, TURN_STEPS
+from residual_mass.measure.distances import ARM_COLUMNS
+from residual_mass.measure.models import TORCH, WHOLE_PERCENT
+from residual_mass.measure.request import Request
+from residual_mass.measure.texts import Documents
+from residual_mass.measure.times import AS_LOADED, FASTER, FULL, LONGER, TURN_STEPS, Times, side_name
+from residual_mass.methods import method_named
 from residual_mass.methods.served import READ_WHOLE
 
 NOISY = 0.1
 """Scatter of times above which they are to be measured again."""
 FEW = 16
 """Number of documents below which heavy tails may be missed and intervals are wide."""
+FULL_ATTENTION = side_name(*FULL.key)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+        title: names the model and the prompts.
+        folder: of the answer.
+        settings: those that repeat the measurement.
+        tokens: as `token_distances` returns them.
+        table: a row per text, method and budget: `text`, `method`, `budget_percent` (100 for a cache that is read
+            whole); `kl` with the ends `ci_low` and `ci_high` (NaN for a single document) and `kl_over_topk`, over that
+            of topk at the same budget; `kl_tail`; `same_top`; `read` and `kept`, the bytes that a step reads and that
+            are kept of the prompt, as shares of full attention's in bfloat16; `seconds` of a step and `cache_mib`, the
+            MiB of its cache, both over all texts; the `backend` that serves the method here; and whether the row is
+            `recommended`, 0 or 1.
+        tail: name of the statistic in `kl_tail`.
+        refusals: why methods that are served elsewhere have no fast step here.
+        times: of what no row has.
+        weights: what packed weights cost by text, as `weights_cost` returns it; None for those of the model.
+        setup: facts on model, machine and versions, by name.
+    """
+
+    request: Request
+    title: str
+    folder: Path
+    settings: dict[str, Any]
+    texts: list[Documents]
+    tokens: pd.DataFrame
+    table: pd.DataFrame
+    tail: str
+    refusals: dict[str, str]
+    times: Times
+    weights: pd.DataFrame | None
+    setup: dict[str, str]
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def arm_means(table: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row for each method and budget over all texts, in ascending order of bytes read.
+
+    Args:
+        table: as `Measured.table`.
+
+    Returns:
+        The columns of an arm, its `kl` and `read` as means over texts, `seconds`, `cache_mib` and `backend`; `high`,
+        the largest upper end of an interval, infinite for a single document; and `over_topk`, the largest ratio.
+    """
+    high = table["ci_high"].fillna(math.inf)
+    rows = table.assign(high=high).groupby(ARM_COLUMNS, sort=False)
+    arms = rows.agg(
+        kl=("kl", "mean"),
+        read=("read", "mean"),
+        high=("high", "max"),
+        over_topk=("kl_over_topk", "max"),
+        seconds=("seconds", "first"),
+        cache_mib=("cache_mib", "first"),
+        backend=("backend", "first"),
+    )
+    return arms.reset_index().sort_values("read", kind="stable")
+
+
+def below_target(table: pd.DataFrame, target: float) -> pd.DataFrame:
+    """Returns the arms whose intervals end at or below the target on every text and that read fewer bytes than full
+    attention, in ascending order of bytes.
+    """
+    arms = arm_means(table)
+    return arms[(arms["high"] <= target) & (arms["read"] < 1)]
+
+
+def recommended(table: pd.DataFrame, target: float, faster: float = FASTER) -> pd.Series | None:
+    """Returns the arm with the fastest step among those below the target that a fast step serves here; of steps that
+    take equally long within the scatter of times, the one with the smallest KL. None if there is none.
+
+    Args:
+        faster: share of another's time from which on a step counts as faster.
+    """
+    served = below_target(table, target)
+    served = served[served["backend"] != TORCH]
+    if served.empty:
+        return None
+    longest = served["seconds"].min() / faster
+    equal = served[served["seconds"] <= longest]
+    return equal.sort_values("kl", kind="stable").iloc[0]
+
+
+def fewest_bytes(table: pd.DataFrame, target: float) -> pd.Series | None:
+    """Returns the arm below the target that reads the fewest bytes, whatever serves it; None if there is none."""
+    arms = below_target(table, target)
+    return None if arms.empty else arms.iloc[0]
+
+
+def selecting(table: pd.DataFrame, target: float, choice: pd.Series) -> pd.Series | None:
+    """Returns the recommended arm if it selects tokens; else the fastest that does, among those below the target that a
+    fast step serves here; None if there is none.
+    """
+    if choice.method != READ_WHOLE:
+        return choice
+    served = below_target(table, target)
+    served = served[(served["backend"] != TORCH) & (served["method"] != READ_WHOLE)]
+    return None if served.empty else served.sort_values("seconds", kind="stable").iloc[0]
+
+
+def faster_from(fastest: pd.DataFrame, side: str, other: str, faster: float = FASTER) -> int | None:
+    """Returns the number of tokens from which on a side is faster than another at every length; None if at none.
+
+    Args:
+        fastest: seconds by side, with a column for each number of tokens, in ascending order.
+        faster: share of the other's time from which on a side counts as faster.
+    """
+    first = None
+    for tokens in reversed(fastest.columns):
+        if fastest.loc[side, tokens] > faster * fastest.loc[other, tokens]:
+            break
+        first = int(tokens)
+    return first
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,13 +171,12 @@ class Answer:
 
 
 def answer_of(measured: Measured) -> Answer:
-    target = measured.args.target_kl
+    target = measured.request.target_kl
     choice = recommended(measured.table, target, measured.times.faster)
     fewest = fewest_bytes(measured.table, target)
     lead = nothing(measured) if choice is None else lead_of(measured, choice)
     facts = [] if choice is None else list(facts_of(measured, choice))
     facts.append(("fewest bytes", fewest_text(measured, choice, fewest)))
-    facts.append(("drafts in bytes", verified(measured)))
     if measured.weights is not None:
         facts.append(("weights cost", weights_text(measured)))
     question = f"which step is the fastest here within {target:g} nats of full attention?"
@@ -73,6 +190,11 @@ def answer_of(measured: Measured) -> Answer:
         limits=list(limits(measured)),
         basis=list(basis(measured)),
     )
+
+
+def name_of(arm: Any) -> str:
+    """Returns the method and budget of a row as they are written."""
+    return side_name(arm.method, arm.budget_percent)
 
 
 def ms(seconds: float) -> str:
@@ -96,10 +218,10 @@ def percent(share: float) -> str:
 def lead_of(measured: Measured, choice: pd.Series) -> str:
     """Returns the recommendation; where it is no faster than full attention, that comes first."""
     full = measured.times.full
-    name = arm_name(choice)
+    name = name_of(choice)
     texts = "this text" if len(measured.texts) == 1 else "every text"
     end = f"the interval ends at {choice.high:.2g} nats"
-    below = f"its KL stays below {measured.args.target_kl:g} nats on {texts} ({end})"
+    below = f"its KL stays below {measured.request.target_kl:g} nats on {texts} ({end})"
     if choice.seconds <= measured.times.faster * full.seconds:
         ratio = full.seconds / choice.seconds
         gain = f"where full attention takes {ms(full.seconds)} ({ratio:.2f} times as fast)"
@@ -116,12 +238,12 @@ def lead_of(measured: Measured, choice: pd.Series) -> str:
 
 def nothing(measured: Measured) -> str:
     """Returns why nothing is recommended."""
-    target = measured.args.target_kl
+    target = measured.request.target_kl
     arms = arm_means(measured.table)
     fast = arms[arms["backend"] != TORCH]
     sentences = []
     if fast.empty:
-        reasons = list(dict.fromkeys(measured.served.refusals.values()))
+        reasons = list(dict.fromkeys(measured.refusals.values()))
         reason = reasons[0] if reasons else "this library has no fast step for them"
         sentences.append(f"Nothing is faster here than full attention: torch alone serves these methods ({reason}).")
     nearest = (arms if fast.empty else fast).sort_values("high").iloc[0]
@@ -131,7 +253,7 @@ def nothing(measured: Measured) -> str:
         which = "of the methods" if fast.empty else "of the methods with a fast step here"
         end = f"whose interval ends at {nearest.high:.2g}"
         sentences += [
-            f"None {which} stays below {target:g} nats. The nearest is {arm_name(nearest)}, {end}.",
+            f"None {which} stays below {target:g} nats. The nearest is {name_of(nearest)}, {end}.",
             "Try larger --budgets, more --documents for narrower intervals, or another --target-kl.",
         ]
     elif below_target(measured.table, target).empty:
@@ -144,20 +266,16 @@ def nothing(measured: Measured) -> str:
 
 def recipe(measured: Measured, arm: pd.Series) -> str:
     """Returns lines of Python that decode with an arm, for a `model` and its `inputs`."""
-    packs = measured.args.weights is not None
+    packs = measured.request.weights is not None
     arguments = [f'method="{arm.method}"']
-    if arm.budget_percent != WHOLE_PERCENT:
-        arguments.append(f"budget={arm.budget_percent / 100:g}")
-    lines = [f"pack_weights(model, bits={measured.args.weights})"] if packs else []
-    if arm.backend == TORCH:
-        name = "partial_kv"
-        lines += [f"with partial_kv(model, {', '.join(arguments)}):", "    output = model.generate(**inputs)"]
-    else:
-        name = "partial_decoding"
-        if measured.args.compile:
-            arguments.append("compile=True")
-        lines.append(f"output = model.generate(**inputs, custom_generate=partial_decoding({', '.join(arguments)}))")
-    imported = f"pack_weights, {name}" if packs else name
+    if method_named(arm.method).chooses:
+        share = f"{arm.budget_percent / 100:g}" if arm.budget_percent < WHOLE_PERCENT else "1.0"
+        arguments.append(f"budget={share}")
+    lines = [f"pack_weights(model, bits={measured.request.weights})"] if packs else []
+    if measured.request.compile and arm.backend != TORCH:
+        arguments.append("compile=True")
+    lines.append(f"output = model.generate(**inputs, custom_generate=partial_decoding({', '.join(arguments)}))")
+    imported = "pack_weights, partial_decoding" if packs else "partial_decoding"
     return "\n".join([f"from residual_mass import {imported}", "", *lines])
 
 
@@ -173,7 +291,6 @@ def facts_of(measured: Measured, choice: pd.Series) -> Iterator[tuple[str, str]]
     yield "memory", memory_text(measured, choice, rows["kept"].mean())
     yield "a token", seconds_text(measured, choice)
     yield "pays", pays_text(measured, choice)
-    yield "drafts", drafts_text(measured)
 
 
 def memory_text(measured: Measured, choice: pd.Series, kept: float) -> str:
@@ -181,20 +298,20 @@ def memory_text(measured: Measured, choice: pd.Series, kept: float) -> str:
     if math.isnan(choice.cache_mib) or math.isnan(full):
         return f"{percent(kept)} of the bytes of full attention's cache in bfloat16"
     share = percent(choice.cache_mib / full)
-    tokens = f"{measured.args.prompt_tokens:,} tokens"
+    tokens = f"{measured.request.prompt_tokens:,} tokens"
     return f"{choice.cache_mib:.3g} MiB of cache for {tokens}, {share} of the {full:.3g} MiB that transformers keeps"
 
 
 def seconds_text(measured: Measured, choice: pd.Series) -> str:
     times = measured.times
     parts = [ms(choice.seconds), f"{FULL_ATTENTION} by transformers {ms(times.full.seconds)}"]
-    if times.loaded is not None:
-        parts.append(f"the same over the model as loaded {ms(times.loaded.seconds)}")
+    if measured.weights is not None:
+        parts.append(f"the same over the model as loaded {ms(times.steps['seconds'][AS_LOADED])}")
     if choice.method != READ_WHOLE:
-        own = "not served here" if times.whole is None else ms(times.whole.seconds)
+        own = "not served here" if times.whole is None else ms(times.steps["seconds"][times.whole])
         parts.append(f"{READ_WHOLE} {own}")
     how = f"fastest of {TURN_STEPS * times.turns} steps, in turns that differ by {percent(times.scatter)}"
-    compiled = "; steps of methods compiled, transformers' not" if measured.args.compile else ""
+    compiled = "; steps of methods compiled, transformers' not" if measured.request.compile else ""
     return f"{'; '.join(parts)} ({how}{compiled})"
 
 
@@ -202,7 +319,7 @@ def pays_text(measured: Measured, choice: pd.Series) -> str:
     """Returns from which length on the recommended arm is faster than full attention, and than the 8-bit cache."""
     longer = measured.times.longer
     lengths = ", ".join(f"{tokens:,}" for tokens in longer.columns)
-    name = arm_name(choice)
+    name = name_of(choice)
     parts = [f"{name} {_from(measured, name, FULL_ATTENTION)}"]
     selecting = measured.times.selecting
     if selecting and READ_WHOLE in longer.index:
@@ -218,53 +335,23 @@ def _from(measured: Measured, side: str, other: str) -> str:
     return f"is faster than {other} from {first:,} tokens on"
 
 
-def drafts_text(measured: Measured) -> str:
-    """Returns whether drafts that full attention verifies pay."""
-    drafts = measured.times.drafts
-    if drafts is None:
-        return "no method with a fast step below the target drafts for full attention here"
-    times = measured.times
-    others = {FULL_ATTENTION: times.full.seconds}
-    if times.whole is not None:
-        others[READ_WHOLE] = times.whole.seconds
-    best = min(others, key=others.__getitem__)
-    pay = "they pay"
-    if drafts.seconds > times.faster * others[best]:
-        pay = f"they do not pay, {best} takes {ms(others[best])}"
-    accepted = f"{drafts.accepted:.1f} of {drafts.drafted:.1f} drafts accepted"
-    text = f"verify={DRAFTS} with {drafts.name} writes full attention's own text"
-    return f"{text} at {ms(drafts.seconds)} a token, {accepted}: {pay}"
-
-
 def fewest_text(measured: Measured, choice: pd.Series | None, fewest: pd.Series | None) -> str:
     """Returns the arm that reads the fewest bytes, with what serves it."""
     if fewest is None:
-        return f"no method that stays below {measured.args.target_kl:g} nats reads fewer bytes than full attention"
-    reads = f"{arm_name(fewest)} reads {percent(fewest.read)} of full attention's bytes a step"
-    if choice is not None and arm_name(choice) == arm_name(fewest):
+        return f"no method that stays below {measured.request.target_kl:g} nats reads fewer bytes than full attention"
+    reads = f"{name_of(fewest)} reads {percent(fewest.read)} of full attention's bytes a step"
+    if choice is not None and name_of(choice) == name_of(fewest):
         return f"{reads}: the same method"
     if fewest.backend == TORCH:
         return f"{reads}, KL up to {fewest.high:.2g}; by torch only, no faster here ({ms(fewest.seconds)} a token)"
     return f"{reads}, KL up to {fewest.high:.2g}, {ms(fewest.seconds)} a token"
 
 
-def verified(measured: Measured) -> str:
-    """Returns the bytes per verified token of the method and budget that need the fewest."""
-    arms = measured.table.groupby(ARM_COLUMNS)
-    means = arms.agg({"verified": "mean", "verified_high": "max"}).reset_index()
-    best = means.sort_values("verified", kind="stable").iloc[0]
-    high = "" if math.isnan(best.verified_high) else f" (the intervals end at {percent(best.verified_high)})"
-    return (
-        f"where {arm_name(best)} drafts and full attention verifies, a token reads {percent(best.verified)} of full "
-        f"attention's bytes{high}, by the first differences along these texts"
-    )
-
-
 def weights_text(measured: Measured) -> str:
     """Returns what packed weights cost, apart from the methods."""
     parts = [f"{row.text} {kl_text(row)}" for row in measured.weights.itertuples()]
     rounding = measured.weights["rounding"].max()
-    cost = f"{measured.args.weights} bits cost {', '.join(parts)} nats of KL from the model as loaded"
+    cost = f"{measured.request.weights} bits cost {', '.join(parts)} nats of KL from the model as loaded"
     return (
         f"{cost}, under full attention. Methods are measured from full attention with the same packed weights: their "
         "KL is on top of that, and contains the rounding of activations, up to "
@@ -291,16 +378,16 @@ def basis(measured: Measured) -> Iterator[tuple[str, str]]:
     of_texts = ", ".join(f"{name} {count}" for name, count in counts.items())
     total = sum(counts.values())
     texts = "1 text" if len(counts) == 1 else f"{len(counts)} texts"
-    tokens = f"{total * measured.args.tokens:,} tokens after prompts of {measured.args.prompt_tokens:,}"
+    tokens = f"{total * measured.request.tokens:,} tokens after prompts of {measured.request.prompt_tokens:,}"
     yield "stands on", f"{total} documents of {texts} ({of_texts}), {tokens}"
     yield from measured.setup.items()
 
 
 def limits(measured: Measured) -> Iterator[str]:
     """Yields what the measurement cannot show, one sentence or two each."""
-    args = measured.args
+    request = measured.request
     yield (
-        f"Prompts had {args.length} tokens. Other lengths need other shares, as a rule smaller ones for longer "
+        f"Prompts had {request.length} tokens. Other lengths need other shares, as a rule smaller ones for longer "
         "prompts: measure at yours with --length."
     )
     yield "Times are of this machine with what else ran on it; keys beyond the prompts' length were random."
@@ -314,7 +401,7 @@ def limits(measured: Measured) -> Iterator[str]:
         yield f"If one document in ten is far worse, so few may not include it: decide on --documents {FEW} or more."
     yield "The ratio to topk's KL differs less between texts than the nats do: it is what to expect on another text."
     yield "Running text hardly tests whether a fact is found again: measure on prompts with answers for that."
-    yield f"Measured are the first {args.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
+    yield f"Measured are the first {request.tokens} tokens after a prompt; over hundreds the ratio to topk's KL grows."
     yield (
         f"The recommendation is the best of {len(arm_means(measured.table))} on the same documents, so a little "
         "optimistic: confirm it on other text."
@@ -322,11 +409,11 @@ def limits(measured: Measured) -> Iterator[str]:
 
 
 def limits_of_texts(measured: Measured) -> Iterator[str]:
-    args = measured.args
+    request = measured.request
     for text in measured.texts:
         count = len(text.sequences)
-        if count < args.documents:
-            yield f"{text.name} has {count} of {args.documents} documents: it holds no more text."
+        if count < request.documents:
+            yield f"{text.name} has {count} of {request.documents} documents: it holds no more text."
         if text.sources < count:
             files = "one file" if text.sources == 1 else f"{text.sources} files"
             yield (
@@ -339,5 +426,7 @@ def limits_of_texts(measured: Measured) -> Iterator[str]:
                 "evenly from its beginning to its end."
             )
         if text.special:
-            how = "as these tokens" if args.special_tokens else "as text; --special-tokens reads them as these tokens"
+            how = (
+                "as these tokens" if request.special_tokens else "as text; --special-tokens reads them as these tokens"
+            )
             yield f"{text.name}: names of special tokens in it, such as {text.special}, were read {how}."

@@ -1,167 +1,174 @@
-"""The sub-command `measure`: runs it, prints the answer and writes it to files."""
+"""The sub-command `measure`, from top to bottom: reads models and texts, measures, prints the answer and writes it."""
 
 from __future__ import annotations
 
 import argparse
-import math
+import itertools
+import json
+import platform
 import sys
-import textwrap
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from residual_mass.files import atomic_write, write_json, write_text
-from residual_mass.measure.arguments import Arguments
+from residual_mass import __version__
+from residual_mass.files import read_json, require_writable, sha256_of
+from residual_mass.measure.request import EMBEDDED, Request, printable, title_of
 
 if TYPE_CHECKING:  # the command line, which imports this module, does without torch and pandas
-    from matplotlib.figure import Figure
-
-    from residual_mass.measure.answer import Answer
-    from residual_mass.measure.distances import Measured
+    from residual_mass.measure.answer import Measured
+    from residual_mass.measure.models import Served
+    from residual_mass.model.loading import Backbone
+    from residual_mass.spec.specs import BackboneSpec
 
 LATE = ("accelerate", "gguf", "jinja2", "matplotlib")
 """Packages of the extra `measure` that are needed only after the measurement or by other libraries; checked first."""
-LINE_WIDTH = 120
-"""Characters of a printed line, but for tables."""
-FACT_WIDTH = 17
-"""Characters before a fact."""
-POINTS = {"marker": "o", "markersize": 4, "linewidth": 1}
-RING = {"s": 90, "facecolors": "none", "edgecolors": "black", "linewidths": 1.2, "zorder": 3}
-"""Looks of a method's budgets, and of the mark around the recommended one."""
-TABLE_HEADS = ("method", "exact", "read", "kept", "KL / topk's", "KL", "", "same top", "ms a token", "by")
-"""Heads of the table; the empty one is `Measured.tail`."""
+STORE_NAME = "store.jsonl"
+"""Name of the file with the distances of all answers in a folder."""
+LONGEST_NAME = 200
+"""Bytes of an answer's folder name; file systems allow 255."""
 
 
 def run(options: argparse.Namespace) -> None:
     """Measures, prints the answer and writes it to a folder in `--out`; interrupted, it resumes."""
     for package in LATE:
         import_module(package)
-    args = Arguments.of(options)
-    from residual_mass.measure.answer import answer_of
-    from residual_mass.measure.distances import measure
+    request = Request.of(options)
+    from residual_mass.measure import answer, page
 
-    measured = measure(args)
-    answer = answer_of(measured)
-    text = terminal_text(measured, answer)
-    files = write(measured, answer, text)
-    _print(text)
-    for file in files:
-        _print(str(file))
-
-
-def _print(text: str) -> None:
-    """Prints a text, with escapes for what the terminal's encoding lacks."""
+    measured = measure(request)
+    said = answer.answer_of(measured)
+    text = page.terminal_text(measured, said)
+    files = page.write(measured, said, text)
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    for line in (text, *map(str, files)):
+        print(line.encode(encoding, "backslashreplace").decode(encoding))  # escapes for what a terminal lacks
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+def measure(request: Request) -> Measured:
+    """Measures all methods on all texts; distances that an earlier run stored in the folder `out` are not computed
+    again.
+
+    Raises:
+        ValueError: the model, a text, a method or a number is at fault; names it.
+    """
+    import pandas as pd
+
+    from residual_mass.benchmarks.store import RowStore
+    from residual_mass.measure import answer, distances, models, texts, times
+    from residual_mass.model.loading import load_tokenizer
+    from residual_mass.model.phi_maps import PhiMaps
+    from residual_mass.model.rotary import frequencies_of
+
+    store_file = request.out / STORE_NAME
+    require_writable(store_file)
+    phi = None if request.phi is None else PhiMaps.load(request.phi)
+    phi_sha = None if request.phi is None else sha256_of(request.phi)
+
+    # The model and its texts.
+    device = models.find_device(request.device)
+    spec = models.find_model(request.model, request.assets, device)
+    require_length(request, spec)
+    tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, request.assets)
+    documents = texts.read_texts(request, tokenizer)
+    backbone = models.load(spec, request, device, request.weights)
+    model = backbone.model
+    further = max(request.document_tokens - request.prompt_tokens, distances.QUERIES, times.TIMED_TOKENS)
+    frequencies_of(model).require_growing([request.prompt_tokens], [further])
+    served = models.served_here(model, request, phi)
+    settings = settings_of(request, spec, served)
+    folder = folder_of(request, settings)
+    require_writable(folder / "settings.json")
+
+    # How far methods are from full attention, and what their steps read.
+    tail, share = distances.tail_of(request, documents)
+    loaded = None if request.weights is None else models.load(spec, request, device, None)
+    weights = None
+    with RowStore(store_file, distances.ROW_FIELDS) as store:
+        tokens = distances.token_distances(request, backbone, documents, served.sides, phi_sha, store)
+        if loaded is not None:
+            weights = distances.weights_cost(request, documents, loaded, backbone, store)
+    reads = [distances.bytes_of_steps(request, backbone, text, served.sides, phi) for text in documents]
+    table = distances.summary(request, tokens, share).join(pd.concat(reads)).reset_index()
+
+    # How long a step takes, and which arm to take.
+    prompt = documents[0].sequences[0][: request.prompt_tokens]
+    timed = times.times_of(model, None if loaded is None else loaded.model, served, prompt)
+    table = table.join(timed.steps, on=distances.ARM_COLUMNS)
+    choice = answer.recommended(table, request.target_kl, timed.faster)
+    table["recommended"] = 0
+    if choice is not None:
+        table["recommended"] = (table[distances.ARM_COLUMNS] == choice[distances.ARM_COLUMNS]).all(axis=1).astype(int)
+        selecting = answer.selecting(table, request.target_kl, choice)
+        side = None if selecting is None else served.side(selecting.method, selecting.budget_percent)
+        timed = times.with_longer(timed, model, served, request.prompt_tokens, side)
+
+    title = title_of(spec.model_id) if request.model == EMBEDDED else request.name
+    return answer.Measured(
+        request=request,
+        title=f"{title}, prompts of {request.length}",
+        folder=folder,
+        settings=settings,
+        texts=documents,
+        tokens=tokens,
+        table=table,
+        tail=tail,
+        refusals=served.refusals,
+        times=timed,
+        weights=weights,
+        setup=setup_of(request, backbone),
+    )
 
 
-def terminal_text(measured: Measured, answer: Answer) -> str:
-    """Returns the answer as text for a terminal."""
-    lines = [answer.question, "", textwrap.fill(answer.lead, LINE_WIDTH), ""]
-    for name, text in (*answer.facts, *answer.basis):
-        filled = textwrap.fill(text, LINE_WIDTH - FACT_WIDTH)
-        lines.append(f"{name:{FACT_WIDTH}}{textwrap.indent(filled, ' ' * FACT_WIDTH).lstrip()}")
-    if answer.steps:
-        lines += ["", *aligned(answer.steps)]
-    if answer.recipe:
-        lines += ["", textwrap.indent(answer.recipe, "    ")]
-    lines += [
-        "",
-        f"{measured.title} tokens, {measured.args.tokens} tokens after each. KL(full attention || method) of the next",
-        "token: over that of topk at the same budget, then in nats with a 95 % interval. > is recommended.",
-    ]
-    for text in measured.texts:
-        rows = list(rows_of(measured, text.name))
-        lines += ["", f"{text.name}, {len(text.sequences)} documents", *aligned(rows)]
-    lines += ["", "Limits of this answer:"]
-    for limit in answer.limits:
-        lines.append(textwrap.fill(f"* {limit}", LINE_WIDTH, subsequent_indent="  "))
-    return "\n".join(lines) + "\n"
+def require_length(request: Request, spec: BackboneSpec) -> None:
+    """Raises ValueError if documents are longer than the texts that the model was made for."""
+    if 0 < spec.context < request.document_tokens:
+        limit = f"{spec.model_id} was made for {spec.context:,}"
+        raise ValueError(
+            f"--length {request.length}: with what follows, {request.document_tokens:,} tokens, and {limit}; choose a "
+            "shorter one"
+        )
 
 
-def rows_of(measured: Measured, text: str) -> Iterator[list[str]]:
-    """Yields the head of a text's table, then a row for each method and budget, with `>` before a recommended one."""
-    from residual_mass.measure.answer import kl_text, percent
-
-    heads = [head or measured.tail for head in TABLE_HEADS]
-    yield ["", *heads]
-    of_text = measured.table[measured.table["text"] == text]
-    for row in of_text.sort_values("read").itertuples():
-        has_ratio = not math.isnan(row.kl_over_topk)
-        whole = row.budget_percent == 100 and not has_ratio
-        mark = ">" if row.recommended else ""
-        budget = "-" if whole else f"{row.budget_percent:g} %"
-        cells = [mark, row.method, budget, percent(row.read), percent(row.kept)]
-        cells.append(f"{row.kl_over_topk:.2g}" if has_ratio else "-")
-        cells += [kl_text(row), f"{row.kl_tail:.2g}", f"{100 * row.same_top:.1f} %"]
-        cells += [f"{1000 * row.seconds:.3g}", row.backend]
-        yield cells
+def settings_of(request: Request, spec: BackboneSpec, served: Served) -> dict[str, Any]:
+    """Returns what determines an answer, as JSON has it."""
+    settings = dict(vars(request))
+    for name in ("device", "assets", "out"):
+        del settings[name]
+    settings |= {"model": spec.model_id, "revision": spec.revision, "dtype": spec.dtype}
+    settings |= {"texts": [*map(printable, request.texts)], "served": served.backends}
+    return json.loads(json.dumps(settings, default=str))
 
 
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Returns rows of cells as lines: words to the left, numbers to the right of their column."""
-    columns = []
-    for column in zip(*rows, strict=True):
-        width = max(map(len, column))
-        numbers = any(cell[:1].isdigit() for cell in column[1:])
-        columns.append([cell.rjust(width) if numbers else cell.ljust(width) for cell in column])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+def folder_of(request: Request, settings: dict[str, Any]) -> Path:
+    """Returns a folder named after model, texts and length, with a number if other settings have that folder."""
+    texts = [Path(title_of(text)).stem for text in request.texts]
+    name = "-".join((request.name, *texts, request.length))[:80]
+    name = name.encode()[:LONGEST_NAME].decode(errors="ignore")
+    for number in itertools.count(1):
+        folder = request.out / (name if number == 1 else f"{name}-{number}")
+        earlier = folder / "settings.json"
+        if not earlier.exists() or read_json(earlier) == settings:
+            return folder
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+def setup_of(request: Request, backbone: Backbone) -> dict[str, str]:
+    """Returns what an answer stands on beside its texts: model, weights, machine and versions."""
+    import torch
+    import transformers
 
+    from residual_mass.provenance import device_name
 
-def write(measured: Measured, answer: Answer, text: str) -> list[Path]:
-    """Writes the page, the table, the picture, the printed text and, last, the settings; returns their paths."""
-    from residual_mass.measure.page import page
-
-    html = measured.folder / "measured.html"
-    table = measured.folder / "measured.csv"
-    picture = measured.folder / "measured.png"
-    printed = measured.folder / "measured.txt"
-    settings = measured.folder / "settings.json"
-    paths = [html, table, picture, printed, settings]
-    rows = measured.table.assign(seconds_full=measured.times.full.seconds)
-    write_text(table, rows.to_csv(index=False, float_format="%.6g"))
-    with atomic_write(picture) as temporary:
-        draw(measured).savefig(temporary, format="png", dpi=150, metadata={"Software": None})
-    tables = {text.name: list(rows_of(measured, text.name)) for text in measured.texts}
-    write_text(html, page(measured, answer, tables, picture.read_bytes()))
-    write_text(printed, text)
-    if measured.weights is not None:
-        weights = measured.folder / "weights.csv"
-        write_text(weights, measured.weights.to_csv(index=False, float_format="%.6g"))
-        paths.insert(2, weights)
-    write_json(settings, measured.settings)
-    return paths
-
-
-def draw(measured: Measured) -> Figure:
-    """Draws a panel per text: KL with its interval against the bytes of a step, a line per method over its budgets."""
-    from matplotlib.figure import Figure
-
-    count = len(measured.texts)
-    figure = Figure(figsize=(4.2 * count, 3.8), layout="constrained")
-    (panels,) = figure.subplots(1, count, sharex=True, sharey=True, squeeze=False)
-    for axis, text in zip(panels, measured.texts, strict=True):
-        of_text = measured.table[measured.table["text"] == text.name]
-        for method, rows in of_text.groupby("method", sort=False):
-            rows = rows.sort_values("read")
-            read = 100 * rows["read"]
-            (line,) = axis.plot(read, rows["kl"], **POINTS, label=method)
-            axis.vlines(read, rows["ci_low"], rows["ci_high"], color=line.get_color(), linewidth=0.8)
-        chosen = of_text[of_text["recommended"] == 1]
-        if len(chosen):
-            axis.scatter(100 * chosen["read"], chosen["kl"], label="recommended", **RING)
-        axis.axhline(measured.args.target_kl, color="0.4", linewidth=0.8, linestyle="--", label="target")
-        axis.set_title(text.name, parse_math=False)  # a name may have dollar signs
-        axis.set(yscale="log", xlabel="bytes read by a step, % of full attention's")
-        axis.grid(which="both", alpha=0.2, linewidth=0.5)
-    panels[0].set_ylabel("KL(full || method), nats")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle(f"{measured.title} tokens", fontsize=9, parse_math=False)
-    return figure
+    spec = backbone.spec
+    weights = spec.dtype
+    if request.weights is not None:
+        dtype = str(backbone.model.dtype).removeprefix("torch.")
+        weights = f"{backbone.model.packed_weights}; all others {dtype}"
+    versions = {"residual-mass": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    versions["Python"] = platform.python_version()
+    return {
+        "model": f"{spec.model_id}, {spec.revision}",
+        "weights": weights,
+        "machine": device_name(backbone.device),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }

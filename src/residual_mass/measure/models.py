@@ -1,24 +1,31 @@
-"""Models that a user names: found without their weights, then loaded, with packed weights on request."""
+"""The model that a user names, and what serves methods on it here: compiled kernels, Triton, or torch alone."""
 
 from __future__ import annotations
 
 import mimetypes
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
+from residual_mass.decode.backends import BACKENDS
+from residual_mass.decode.compiled import compile_refusal
 from residual_mass.decode.supported import require_served
 from residual_mass.files import sha256_text
-from residual_mass.measure.arguments import EMBEDDED, Arguments
-from residual_mass.measure.documents import require_assets
-from residual_mass.measure.names import printable, require_utf8, title_of
+from residual_mass.measure.request import EMBEDDED, Request, printable, require_utf8, title_of
+from residual_mass.measure.texts import require_assets
+from residual_mass.methods import Method, method_named
+from residual_mass.methods.arms import Arm
+from residual_mass.methods.served import READ_WHOLE, backends_of
 from residual_mass.model.identity import digest_of, files_digest, identity_of
+from residual_mass.model.layers import device_of
 from residual_mass.model.loading import Backbone, load_backbone, load_config
 from residual_mass.model.packed_weights import pack_weights
+from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts import assets, hub
 
@@ -26,45 +33,28 @@ STUDY = "measure"
 """Name of the study in files."""
 
 
-def load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
-    """Loads a model as it is. Its identity is of its files and of what they became in memory.
+def load(spec: BackboneSpec, request: Request, device: torch.device, bits: int | None) -> Backbone:
+    """Loads a model, with weights of so many bits, or as it is. Its identity is of its files and of what they became in
+    memory: configuration, dtypes and packing of weights, and versions.
 
     Raises:
-        ValueError: it cannot be loaded, or no method works on it.
+        ValueError: it cannot be loaded, or no method works on it; weights are packed for CPUs alone, or this model's
+            cannot be packed.
     """
-    return _identified(_load(spec, args, device))
-
-
-def _load(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
-    loaded = load_backbone(spec, args.assets, device)
+    if bits is not None and device.type != "cpu":
+        raise ValueError(f"--weights {bits}: weights are packed for CPUs; leave it out, or add --device cpu")
+    loaded = load_backbone(spec, request.assets, device)
     require_served(loaded.model)
     saved = loaded.model.generation_config
     ends = {"eos_token_id": saved.eos_token_id, "pad_token_id": saved.pad_token_id}
     loaded.model.generation_config = GenerationConfig(**ends)  # beams or penalties are not what is measured
-    return loaded
-
-
-def _identified(loaded: Backbone) -> Backbone:
-    """Adds what the model is in memory: configuration, dtypes and packing of weights, and versions."""
+    if bits is not None:
+        try:
+            pack_weights(loaded.model, bits=bits)
+        except ValueError as error:
+            raise ValueError(f"--weights {bits}: {error}") from None
     in_memory = digest_of(identity_of(loaded.model))
     return replace(loaded, identity=sha256_text(f"{loaded.identity}\n{in_memory}"))
-
-
-def load_packed(spec: BackboneSpec, args: Arguments, device: torch.device) -> Backbone:
-    """Loads a model with weights of `--weights` bits; as it is without that flag.
-
-    Raises:
-        ValueError: as for `load`; weights are packed for CPUs alone, or this model's cannot be packed.
-    """
-    if args.weights is not None and device.type != "cpu":
-        raise ValueError(f"--weights {args.weights}: weights are packed for CPUs; leave it out, or add --device cpu")
-    loaded = _load(spec, args, device)
-    if args.weights is not None:
-        try:
-            pack_weights(loaded.model, bits=args.weights)
-        except ValueError as error:
-            raise ValueError(f"--weights {args.weights}: {error}") from None
-    return _identified(loaded)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -149,3 +139,88 @@ def _commit(model: str) -> str:
 
     with hub.one_line_hub_errors(model, "check the name and the network, or name a folder"):
         return Path(hf_hub_download(model, "config.json")).parent.name
+
+
+# ---- what serves methods ---------------------------------------------------------------------------------------------
+
+TORCH = "torch"
+"""Name of the backend that only simulates what a fast step would leave unread."""
+TRANSFORMERS = "transformers"
+"""In place of a backend, for full attention by the model's own code."""
+WHOLE_PERCENT = 100.0
+"""Budget of a cache that is read whole, in percent."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A method at a budget, with what serves it here.
+
+    Attributes:
+        budget_percent: of the prompt; WHOLE_PERCENT for a method that chooses no tokens.
+        backend: name of the backend, or TRANSFORMERS.
+        compile: whether its steps are timed as one graph of `torch.compile`.
+    """
+
+    rule: Method
+    budget_percent: float
+    backend: str
+    phi: PhiMaps | None = None
+    compile: bool = False
+
+    @property
+    def key(self) -> tuple[str, float]:
+        """Values of ARM_COLUMNS."""
+        return self.rule.name, self.budget_percent
+
+    @property
+    def arm(self) -> Arm:
+        return Arm(self.rule, self.budget_percent if self.rule.chooses else None)
+
+
+class Served(NamedTuple):
+    """The sides of an answer.
+
+    Attributes:
+        sides: of the requested methods, in their order.
+        whole: the 8-bit cache that is read whole; None where no fast step serves it.
+        refusals: why the backend of this kind of device does not serve a method that it serves elsewhere, by method.
+    """
+
+    sides: list[Side]
+    whole: Side | None
+    refusals: dict[str, str]
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """Names of the backends by method."""
+        return {side.rule.name: side.backend for side in self.sides}
+
+    def side(self, method: str, budget_percent: float) -> Side:
+        (found,) = [side for side in self.sides if side.key == (method, budget_percent)]
+        return found
+
+
+def served_here(model: PreTrainedModel, request: Request, phi: PhiMaps | None) -> Served:
+    """Asks the backends; raises ValueError if `--compile` is given and the model's steps cannot be compiled."""
+    refusal = compile_refusal(model) if request.compile else None
+    if refusal is not None:
+        raise ValueError(f"--compile: {refusal}; leave it out")
+    sides = []
+    whole = None
+    refusals = {}
+    here = "packed" if device_of(model).type == "cpu" else "triton"
+    for name in dict.fromkeys((*request.methods, READ_WHOLE)):
+        rule = method_named(name)
+        maps = phi if rule.needs_maps else None
+        reasons = {kind.name: kind.refusal(model, Arm(rule, None), maps) for kind in BACKENDS}
+        backend = next(kind for kind, reason in reasons.items() if reason is None)
+        if backend == TORCH and here in backends_of(rule):
+            refusals[name] = reasons[here]
+        compiled = request.compile and backend != TORCH
+        budgets = request.budgets if rule.chooses else (WHOLE_PERCENT,)
+        own = [Side(rule, budget, backend, maps, compiled) for budget in budgets]
+        if name in request.methods:
+            sides += own
+        if name == READ_WHOLE and backend != TORCH:
+            (whole,) = own
+    return Served(sides, whole, refusals)

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_mass.files import read_json, write_json, write_text
-from residual_mass.measure.arguments import EMBEDDED, assets_folder
-from residual_mass.measure.names import printable, require_utf8, title_of
+from residual_mass.measure.request import EMBEDDED, assets_folder, printable, require_utf8, title_of
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import percent_written
 from residual_mass.methods.served import RECOMMENDED, packing_of

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from residual_mass import cli, partial_generate, partial_kv
 from residual_mass.benchmarks import force
+from residual_mass.decode.supported import require_served
 from residual_mass.lm_eval import BadArgument, PartialKV
 from residual_mass.model.loading import load_backbone
 from residual_mass.runtime import latencies

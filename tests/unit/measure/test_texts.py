@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from residual_mass.measure.arguments import Arguments
-from residual_mass.measure.documents import CHARACTERS, Text, read_texts, windows
+from residual_mass.measure.request import Request
+from residual_mass.measure.texts import CHARACTERS, Documents, read_texts, windows
 from residual_mass.texts.corpora import SEPARATOR
 
 LATIN = os.fsdecode(b"\xfcbung")
 """A name in Latin-1, as Linux allows it."""
 
 
-def asked(*names: str | Path, documents: int = 6, options: str = "--length 127") -> Arguments:
+def asked(*names: str | Path, documents: int = 6, options: str = "--length 127") -> Request:
     """Documents of 160 tokens with the default options."""
     return parsed("m", *map(str, names), *options.split(), "--documents", str(documents))
 
 
-def found_in(*names: str | Path, **options: object) -> list[Text]:
+def found_in(*names: str | Path, **options: object) -> list[Documents]:
     return read_texts(asked(*names, **options), byte_tokenizer())
 
 
@@ -37,7 +36,7 @@ def numbered(lines: int) -> str:
     return "".join(f"{number:09d}\n" for number in range(lines))
 
 
-def places(text: Text, lines: int) -> list[float]:
+def places(text: Documents, lines: int) -> list[float]:
     """Where documents of a numbered text begin, as shares of it."""
     return [int(byte_tokenizer().decode(ids).split("\n")[1]) / lines for ids in text.sequences]
 
@@ -56,7 +55,7 @@ def test_a_file_that_is_read_whole_is_cut_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(content)
     (text,) = found_in(tmp_path / "a.txt")
     ids = byte_tokenizer()(content + SEPARATOR, add_special_tokens=False).input_ids
-    assert text == Text("files", windows([ids], 160, 6), 1)
+    assert text == Documents("files", windows([ids], 160, 6), 1)
 
 
 def test_a_part_begins_with_a_character_and_a_word(tmp_path: Path) -> None:
@@ -220,4 +219,4 @@ def test_names_of_files_are_utf_8() -> None:
     for name in ("--out", "--assets", "--phi"):
         with pytest.raises(ValueError, match=rf"{name} a/\\xfcbung: this name is not UTF-8; rename it"):
             parsed("m", "a.txt", name, f"a/{LATIN}")
-    assert replace(parsed("m"), model="a/b/").name == "b"
+    assert parsed("a/b/").name == "b"

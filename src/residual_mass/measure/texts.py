@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.measure.arguments import Arguments
-from residual_mass.measure.names import printable, text_name
+from residual_mass.measure.request import Request, printable, text_name
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.texts import ASSETS
 from residual_mass.texts import assets
@@ -43,7 +42,7 @@ MARKS = {
 
 
 @dataclass(frozen=True)
-class Text:
+class Documents:
     """A text: the token ids of each document (prompt, the token after it, continuation), and how many files or
     documents of a corpus they were cut from.
 
@@ -75,7 +74,7 @@ def require_assets(folder: Path) -> None:
         assets.run(assets.WHEEL_PINS, folder / MANIFEST)
 
 
-def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text]:
+def read_texts(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[Documents]:
     """Cuts every text into documents: corpora of the assets (preferred to folders of the same name), folders, and all
     single files together. Every text has a name of its own.
 
@@ -83,23 +82,23 @@ def read_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> list[Text
         ValueError: a file is missing, empty or not a text, or a text is shorter than one document; names it.
     """
     begin = len(special_prefix(tokenizer))
-    if begin > args.prompt_tokens:
-        raise ValueError(f"--length {args.length}: a text begins with {begin} special tokens; choose a longer one")
-    texts: list[Text] = []
+    if begin > request.prompt_tokens:
+        raise ValueError(f"--length {request.length}: a text begins with {begin} special tokens; choose a longer one")
+    texts: list[Documents] = []
     files: list[str] = []
-    for name in args.texts:
+    for name in request.texts:
         if name in ASSETS:
-            require_assets(args.assets)
-            corpus = held_out_corpus(name, tokenizer, args.document_tokens, args.seed, args.assets)
-            sequences = corpus.disjoint(args.documents)
-            texts.append(Text(name, sequences, len(sequences)))
+            require_assets(request.assets)
+            corpus = held_out_corpus(name, tokenizer, request.document_tokens, request.seed, request.assets)
+            sequences = corpus.disjoint(request.documents)
+            texts.append(Documents(name, sequences, len(sequences)))
         elif os.path.isdir(name):
-            texts.append(_cut(text_name(name), _texts_in(Path(name)), tokenizer, args))
+            texts.append(_cut(text_name(name), _texts_in(Path(name)), tokenizer, request))
         else:
             files.append(_text_of(Path(name)))
     if files:
-        texts.append(_cut(FILES, files, tokenizer, args))
-    names: dict[str, Text] = {}
+        texts.append(_cut(FILES, files, tokenizer, request))
+    names: dict[str, Documents] = {}
     for text in texts:
         name = text.name
         numbers = itertools.count(2)
@@ -169,41 +168,41 @@ def _texts_in(folder: Path) -> list[str]:
     return texts
 
 
-def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, args: Arguments) -> Text:
+def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, request: Request) -> Documents:
     """Joins short texts with the next ones, and cuts documents out of long ones. Of texts with many more characters
     than needed, parts that are spread evenly are read.
     """
     front = special_prefix(tokenizer)
-    wanted = args.document_tokens - len(front)
-    characters = CHARACTERS * args.document_tokens
-    runs = _runs(texts, characters, wanted, tokenizer, args)
-    parts = windows(runs.tokens, wanted, args.documents)
-    while len(parts) < args.documents and runs.read < 1:
+    wanted = request.document_tokens - len(front)
+    characters = CHARACTERS * request.document_tokens
+    runs = _runs(texts, characters, wanted, tokenizer, request)
+    parts = windows(runs.tokens, wanted, request.documents)
+    while len(parts) < request.documents and runs.read < 1:
         characters *= MORE
-        runs = _runs(texts, characters, wanted, tokenizer, args)
-        parts = windows(runs.tokens, wanted, args.documents)
+        runs = _runs(texts, characters, wanted, tokenizer, request)
+        parts = windows(runs.tokens, wanted, request.documents)
     if not parts:
         total = sum(map(len, runs.tokens))
         sizes = f"{total:,} tokens, and one document is {wanted:,} (--length and --tokens)"
         raise ValueError(f"text {name}: {sizes}; give more text or a shorter --length")
     owners: set[int] = set()
-    for of_document in windows(runs.owners, wanted, args.documents):
+    for of_document in windows(runs.owners, wanted, request.documents):
         owners.update(of_document)
     sources = min(len(owners), len(parts))
-    return Text(name, [front + part for part in parts], sources, runs.read, runs.special)
+    return Documents(name, [front + part for part in parts], sources, runs.read, runs.special)
 
 
 def _runs(
-    texts: Sequence[str], characters: int, wanted: int, tokenizer: PreTrainedTokenizerBase, args: Arguments
+    texts: Sequence[str], characters: int, wanted: int, tokenizer: PreTrainedTokenizerBase, request: Request
 ) -> Runs:
     """Tokenises texts, of long ones a part of so many characters for each document, and joins texts until a run has the
     wanted tokens.
     """
 
     def ids_of(part: str) -> list[int]:
-        return tokenizer(part, add_special_tokens=False, split_special_tokens=not args.special_tokens).input_ids
+        return tokenizer(part, add_special_tokens=False, split_special_tokens=not request.special_tokens).input_ids
 
-    longest = characters * args.documents
+    longest = characters * request.documents
     lengths = [min(len(text), longest) for text in texts]
     stride = 1 + sum(lengths) // (MAX_WHOLE_FILES * longest)
     tokens: list[list[int]] = [[]]
@@ -214,7 +213,7 @@ def _runs(
     closed = False
     for number, text in enumerate(texts[::stride]):
         whole = len(text) <= longest
-        parts = [text + SEPARATOR] if whole else _parts(text, characters, args.documents)
+        parts = [text + SEPARATOR] if whole else _parts(text, characters, request.documents)
         found = [ids_of(part) for part in parts]
         if not whole:  # as many documents from every part
             fitting = max(1, min(len(ids) // wanted for ids in found))
