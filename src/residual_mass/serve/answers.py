@@ -116,14 +116,17 @@ class Answers:
         question.cached = len(beginning.ids)
         text = Text(self.model, PackedBackend(self.model, self.arm, self.anchors, beginning.cache), None, self.compiled)
         gone = ""
+        whole = False  # an error within a step may leave layers with different numbers of tokens
         try:
             logits = self._read(text, beginning, ids, left)
             yield from self._continued(text, beginning, question, ids, logits, left)
+            whole = True
         except (Left, GeneratorExit):
             gone = ", and the client left"
+            whole = True
             raise
         finally:
-            if question.keep and not text.broken:
+            if question.keep and whole:
                 self.kept.put(beginning)
             log.info(
                 "prompt of %d tokens (%d kept), %d new in %.1f s%s",
@@ -149,7 +152,7 @@ class Answers:
         self, text: Text, beginning: KeptText, question: Question, ids: Tensor, logits: Tensor, left: Callable[[], bool]
     ) -> Iterator[Piece]:
         sampling = question.sampling
-        grammar = None if sampling.grammar is None else sampling.grammar
+        grammar = sampling.grammar
         generator = sampling.generator(question.number)
         writer = Writer(self.tokenizer, question.stops)
         while True:

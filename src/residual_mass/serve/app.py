@@ -156,7 +156,7 @@ async def guarded(
 ) -> Response:
     """Refuses requests to other hosts or without the key, before anything is read."""
     if not access.knows(request.headers.get("host", "")):
-        return error_of("the Host header names another server: use its address, or start it with --name", 403)
+        return error_of("the Host header names another server: use its address, or start it with --allow-host", 403)
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
     if access.api_key is not None and request.url.path != "/health":
         if not hmac.compare_digest(given.encode(), access.api_key.encode()):
@@ -197,7 +197,12 @@ class Routes:
 
     def model(self, name: str) -> dict[str, Any]:
         self.service.require_model(name)
-        return {"id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "residual-mass"}
+        return {
+            "id": self.service.name,
+            "object": "model",
+            "created": self.service.created,
+            "owned_by": "residual-mass",
+        }
 
     async def health(self) -> dict[str, str]:
         return {"status": "ok"}

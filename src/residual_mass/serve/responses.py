@@ -1,4 +1,7 @@
-"""/v1/responses: OpenAI's newer form of a request for one answer. Nothing is stored, so a turn holds the whole conversation."""
+"""/v1/responses: OpenAI's newer form of a request for one answer.
+
+Nothing is stored, so a further turn holds the whole conversation.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class InputMessage(Closed):
 class ResponsesRequest(Sampled):
     """A request to /v1/responses."""
 
-    IGNORED: ClassVar[dict[str, str]] = COMMON_IGNORED | {"include": "there is nothing more", "truncation": "nothing is cut"}
+    IGNORED: ClassVar[dict[str, str]] = COMMON_IGNORED | {
+        "include": "there is nothing more",
+        "truncation": "nothing is cut",
+    }
     REFUSED: ClassVar[dict[str, str]] = {
         "previous_response_id": "no answer is stored: send the whole conversation as input",
         "conversation": "no conversation is stored: send it as input",

@@ -75,15 +75,19 @@ class Worker:
         finally:
             job.left.set()
 
-    def close(self, seconds: float = 5.0) -> None:
-        """Ends the running job and those that wait."""
+    def leave(self) -> None:
+        """Breaks off the running job and those that wait, and takes no more."""
         self._closed = True
-        while not self._jobs.empty():
-            job = self._jobs.get()
+        for job in list(self._jobs.queue):
             if job is not None:
+                job.left.set()
                 job.send(Bad("the server ends", status=503))
         if self._current is not None:
             self._current.left.set()
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Ends the thread."""
+        self.leave()
         self._jobs.put(None)
         self._thread.join(seconds)
 
