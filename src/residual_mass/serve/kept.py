@@ -144,19 +144,19 @@ class Kept:
         return None
 
     def _store(self, text: KeptText) -> None:
-        """Writes a text at its last mark: texts that begin with it can then be read as before."""
-        if self.folder is None or not text.marks:
+        """Writes a text as it is and at its last mark: texts that go on from it, or share its beginning, find one."""
+        if self.folder is None:
             return
-        place = max(text.marks)
-        path = self._path(text.ids[:place])
-        if path.is_file():
-            path.touch()
-            return
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            cache_at(text.cache, text.marks[place]).save(path)
-        except (OSError, ValueError) as error:
-            log.warning("a cache of %d tokens is not kept: %s", place, error)
+        for place in {len(text.ids), *sorted(text.marks)[-1:]}:
+            path = self._path(text.ids[:place])
+            if path.is_file():
+                path.touch()
+                continue
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                (text.cache if place == len(text.ids) else cache_at(text.cache, text.marks[place])).save(path)
+            except (OSError, ValueError) as error:
+                log.warning("a text of %d tokens is not kept: %s", place, error)
         self._bound_folder()
 
     def _bound_folder(self) -> None:
