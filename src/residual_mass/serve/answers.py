@@ -22,14 +22,12 @@ from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.serve.kept import STRIDE, Kept, KeptText
 from residual_mass.serve.sampling import Sampling
 from residual_mass.spec.settings import AnchorSpec
 
 log = logging.getLogger(__name__)
-
-PIECE = 256
-"""Tokens whose logits are in memory together while a prompt's own probabilities are computed."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +98,10 @@ class Answers:
     compiled: CompiledStep | None = None
     anchors: AnchorSpec = field(default_factory=AnchorSpec)
 
+    def __post_init__(self) -> None:
+        self.turn = frequencies_of(self.model).limit
+        """Tokens beyond which a text has other rotary frequencies from its beginning on."""
+
     @torch.no_grad()
     def pieces(self, question: Question, left: Callable[[], bool]) -> Iterator[Piece]:
         """Yields the pieces of an answer.
@@ -112,7 +114,11 @@ class Answers:
         """
         started = time.perf_counter()
         ids = torch.tensor([question.ids])
-        beginning = self.kept.take(ids[0]) if question.keep else KeptText(ids[0, :0], self.kept.make())
+        beginning = (
+            self.kept.take(ids[0], self._shortest(ids.shape[1]))
+            if question.keep
+            else KeptText(ids[0, :0], self.kept.make())
+        )
         question.cached = len(beginning.ids)
         text = Text(self.model, PackedBackend(self.model, self.arm, self.anchors, beginning.cache), None, self.compiled)
         gone = ""
@@ -127,7 +133,8 @@ class Answers:
             raise
         finally:
             if question.keep and whole:
-                self.kept.put(beginning)
+                # A prompt's last piece may be short: a text that goes on from there would be read in other pieces.
+                self.kept.put(beginning if question.generated > 1 else beginning.at_last_mark())
             log.info(
                 "prompt of %d tokens (%d kept), %d new in %.1f s%s",
                 len(question.ids), question.cached, question.generated, time.perf_counter() - started, gone,
@@ -138,10 +145,18 @@ class Answers:
         while text.tokens < ids.shape[1]:
             if left():
                 raise Left
-            end = min((text.tokens // STRIDE + 1) * STRIDE, ids.shape[1])
-            logits = text.read(ids[:, text.tokens : end])
+            logits = text.read(ids[:, text.tokens : self._end_of_piece(text.tokens, ids.shape[1])])
             self._advance(text, beginning, ids)
         return logits
+
+    def _shortest(self, tokens: int) -> int:
+        """Returns the tokens that the first piece of a prompt has to exceed."""
+        return int(self.turn) if tokens > self.turn else 0
+
+    def _end_of_piece(self, start: int, tokens: int) -> int:
+        """Returns where a piece of a prompt of so many tokens ends that begins at `start`."""
+        within = max(start, self._shortest(tokens))
+        return min((within // STRIDE + 1) * STRIDE, tokens)
 
     def _advance(self, text: Text, beginning: KeptText, ids: Tensor) -> None:
         beginning.ids = ids[0, : text.tokens]
@@ -159,6 +174,9 @@ class Answers:
             if left():
                 raise Left
             raw = logits[:, -1].float()
+            if not raw.max().isfinite():
+                name = type(self.model).__name__
+                raise ValueError(f"{name}'s logits are not finite: its weights are damaged, or overflow in this dtype")
             token = sampling.choose(ids, ids[0, len(question.ids) :], raw, generator)
             question.generated += 1
             logprob = () if question.top is None else (log_prob(raw[0], token, question.top),)
@@ -176,15 +194,23 @@ class Answers:
             self._advance(text, beginning, ids)
 
     @torch.no_grad()
-    def prompt_logprobs(self, ids: list[int], top: int) -> Iterator[LogProb]:
-        """Yields the logarithms of a prompt's tokens, under full attention, by which prompts are read."""
+    def prompt_logprobs(self, ids: list[int], top: int, left: Callable[[], bool]) -> Iterator[LogProb]:
+        """Yields the logarithms of a prompt's tokens, under full attention, by which prompts are read.
+
+        Raises:
+            Left: the client has left.
+        """
         full = Arm(method_named("full"), None)
         text = Text(self.model, backend_for(self.model, full, kinds=[TorchBackend]))
         yield LogProb(ids[0], None)
         whole = torch.tensor([ids])
-        for start in range(0, len(ids) - 1, PIECE):
-            logits = text.step(whole[:, start : min(start + PIECE, len(ids) - 1)])[0]
-            for row, token in zip(logits.float(), ids[start + 1 : start + 1 + PIECE], strict=False):
+        while text.tokens < len(ids) - 1:
+            if left():
+                raise Left
+            start = text.tokens
+            end = self._end_of_piece(start, len(ids) - 1)
+            logits = text.step(whole[:, start:end])[0]
+            for row, token in zip(logits.float(), ids[start + 1 : end + 1], strict=True):
                 yield log_prob(row, token, top)
 
 

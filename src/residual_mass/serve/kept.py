@@ -13,6 +13,7 @@ import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,8 @@ STRIDE = 256
 """Tokens between two places at which a text can be gone back to."""
 FAR_STRIDE = 2048
 """The same, more than `NEAR` places before the end of the text."""
+STORED = "[0-9]*-" + 64 * "[0-9a-f]" + ".safetensors"
+"""Names of files in the folder, with the number of tokens and the digest of a text."""
 NEAR = 8
 
 
@@ -62,6 +65,11 @@ class KeptText:
         places = [place for place in (*self.marks, len(self.ids)) if place <= common]
         return max(places, default=0)
 
+    def at_last_mark(self) -> KeptText:
+        """Returns the text as it was at its last mark; an empty one if it has none."""
+        last = max(self.marks, default=0)
+        return self if last == len(self.ids) else self.at(last) if last else KeptText(self.ids[:0], self.cache)
+
     def at(self, place: int) -> KeptText:
         """Returns a text that begins with the first tokens of this one and goes on by itself."""
         mark = mark_of(self.cache) if place == len(self.ids) else self.marks[place]
@@ -75,8 +83,9 @@ class Kept:
     Args:
         make: returns an empty cache.
         limit: most bytes of all caches in memory.
-        folder: for caches that leave the memory, each in a file that is named after its text; None drops them.
-        folder_limit: most bytes of the folder's files.
+        folder: for caches that leave the memory, each in a file that is named after its text; None drops them. It is
+            one of several, for each configuration its own, in a folder of theirs.
+        folder_limit: most bytes of the files in all of these folders.
     """
 
     def __init__(self, make: Callable[[], PackedCache], limit: int, folder: Path | None, folder_limit: int) -> None:
@@ -87,9 +96,11 @@ class Kept:
         self.texts: OrderedDict[bytes, KeptText] = OrderedDict()
         """By digest of the ids, the least recently used first."""
 
-    def take(self, ids: Tensor) -> KeptText:
-        """Returns the longest beginning of a text [L], without its last token, that is kept; or an empty one."""
-        best = 0
+    def take(self, ids: Tensor, beyond: int = 0) -> KeptText:
+        """Returns the longest beginning of a text [L], without its last token, that is kept and longer than `beyond`
+        tokens; or an empty one.
+        """
+        best = beyond
         for digest, text in self.texts.items():
             place = text.best(ids)
             if place > best:
@@ -98,14 +109,17 @@ class Kept:
         stored = self._from_folder(ids, best)
         if stored is not None:
             return stored
-        if best == 0:
+        if best == beyond:
             return KeptText(ids[:0], self.make())
         self.texts.move_to_end(found)
         return self.texts[found].at(best)
 
     def put(self, text: KeptText) -> None:
         """Keeps a text in place of those that it begins with; others leave until all fit."""
-        if len(text.ids) == 0 or text.nbytes > self.limit:
+        if len(text.ids) == 0:
+            return
+        if text.nbytes > self.limit:
+            self._store(text)
             return
         for digest, other in list(self.texts.items()):
             if len(other.ids) <= len(text.ids) and common_length(other.ids, text.ids) == len(other.ids):
@@ -124,7 +138,7 @@ class Kept:
         """Returns a beginning that is longer than `held`, from the folder; None if there is none."""
         if self.folder is None:
             return None
-        names = [path.name for path in self.folder.glob("[0-9]*-*.safetensors")]
+        names = [path.name for path in self.folder.glob(STORED)]
         lengths = {int(name.partition("-")[0]) for name in names}
         for length in sorted(lengths, reverse=True):
             path = self._path(ids[:length])
@@ -152,19 +166,22 @@ class Kept:
             if path.is_file():
                 path.touch()
                 continue
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
+                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 (text.cache if place == len(text.ids) else cache_at(text.cache, text.marks[place])).save(path)
             except (OSError, ValueError) as error:
                 log.warning("a text of %d tokens is not kept: %s", place, error)
         self._bound_folder()
 
     def _bound_folder(self) -> None:
-        """Removes files of the folder, the least recently used first, until the others fit."""
-        files = sorted(self.folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True)
+        """Removes files of the folders, the least recently used first, until the others fit."""
+        states = []
+        for file in self.folder.parent.glob(f"*/{STORED}"):
+            with suppress(FileNotFoundError):  # another server may have removed it
+                states.append((file.stat().st_mtime, file.stat().st_size, file))
         total = 0
-        for file in files:
-            total += file.stat().st_size
+        for _, size, file in sorted(states, reverse=True):
+            total += size
             if total > self.folder_limit:
                 file.unlink(missing_ok=True)
 

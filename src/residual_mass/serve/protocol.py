@@ -15,7 +15,7 @@ MOST_TEXTS = 16
 MOST_PROMPTS = 256
 MOST_STOPS = 64
 BLOCKED_ARGUMENTS = frozenset(
-    "chat_template tokenize messages conversation tools documents add_generation_prompt continue_final_message "
+    "self chat_template tokenize messages conversation tools documents add_generation_prompt continue_final_message "
     "padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
 )
 """Arguments of `apply_chat_template` that are not the template's own."""
@@ -45,7 +45,7 @@ class Bad(ValueError):
 
 
 class Closed(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Closed):
@@ -277,6 +277,8 @@ def without_ignored(kind: type[Sampled], body: bytes) -> bytes:
         return json.dumps(kept, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise Bad("a text holds half of a surrogate pair, which is no character") from None
+    except RecursionError:
+        raise Bad("the body is nested too deeply") from None
 
 
 def read(kind: type[Sampled], body: bytes) -> Any:

@@ -9,15 +9,13 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from residual_mass.serve.answers import LogProb, Piece, Question
 from residual_mass.serve.protocol import COMMON_IGNORED, Bad, ChatRequest, Closed, Sampled, TextPart
-
-if TYPE_CHECKING:
-    from residual_mass.serve.app import Service
+from residual_mass.serve.service import Service
 
 
 class InputMessage(Closed):
@@ -40,8 +38,10 @@ class ResponsesRequest(Sampled):
         "conversation": "no conversation is stored: send it as input",
         "background": "answers are given at once",
         "tools": "for tools take /v1/chat/completions",
+        "n": "there is one answer",
     }
 
+    n: Literal[1] | None = None
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -22,6 +22,12 @@ from transformers.generation.logits_process import (
 
 from residual_mass.serve.protocol import Bad, ResponseFormat, Sampled
 
+PENALTIES = (1e-30, 1e30)
+"""Bounds of a repetition penalty, which may be any number above 0: products with others are beyond float32."""
+LONGEST_ID = 20
+"""Characters of a token's id."""
+COLDEST = 1e-6
+"""Lowest temperature above 0: quotients by lower ones are beyond float32."""
 SAMPLES = ("temperature", "top_p", "top_k", "min_p")
 """Fields that sample."""
 
@@ -39,15 +45,17 @@ class Sampling:
         self.grammar = grammar
         self.biases = biases_of(request, vocabulary)
         settings = {name: getattr(request, name) for name in SAMPLES}
-        if all(value is None for value in settings.values()):
-            self.samples = bool(defaults.do_sample)
-            settings = {name: getattr(defaults, name, None) for name in SAMPLES}
-        else:
-            self.samples = settings["temperature"] != 0
+        asked = any(value is not None for value in settings.values())
+        self.samples = settings["temperature"] != 0 if asked else bool(defaults.do_sample)
+        if defaults.do_sample:
+            own = {name: getattr(defaults, name, None) for name in SAMPLES}
+            settings = {name: own[name] if value is None else value for name, value in settings.items()}
         penalty = request.repetition_penalty or defaults.repetition_penalty
         self.processors = LogitsProcessorList()
         if penalty not in (None, 1):
-            self.processors.append(RepetitionPenaltyLogitsProcessor(float(penalty)))
+            self.processors.append(
+                RepetitionPenaltyLogitsProcessor(min(max(float(penalty), PENALTIES[0]), PENALTIES[1]))
+            )
         self.warpers = warpers_of(settings) if self.samples else LogitsProcessorList()
 
     def generator(self, number: int) -> torch.Generator:
@@ -80,7 +88,7 @@ class Sampling:
             self.grammar.mask(scores)
         if not self.samples:
             return int(scores.argmax(-1))
-        scores = self.warpers(ids, scores)
+        scores = self.warpers(ids, scores - scores.max())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
 
@@ -88,7 +96,7 @@ def warpers_of(settings: dict[str, Any]) -> LogitsProcessorList:
     """Returns what changes the distribution that is sampled from, in transformers' order."""
     warpers = LogitsProcessorList()
     if settings["temperature"] not in (None, 1):
-        warpers.append(TemperatureLogitsWarper(float(settings["temperature"])))
+        warpers.append(TemperatureLogitsWarper(max(float(settings["temperature"]), COLDEST)))
     if settings["top_k"] is not None and settings["top_k"] > 0:
         warpers.append(TopKLogitsWarper(settings["top_k"]))
     if settings["top_p"] is not None and settings["top_p"] < 1:
@@ -104,8 +112,8 @@ def biases_of(request: Sampled, vocabulary: int) -> tuple[Tensor, Tensor] | None
         return None
     tokens = []
     for name in request.logit_bias:
-        if not name.isdecimal() or int(name) >= vocabulary:
-            raise Bad(f"logit_bias: {name!r} is no token id below {vocabulary}", "logit_bias")
+        if not name.isdecimal() or len(name) > LONGEST_ID or int(name) >= vocabulary:
+            raise Bad(f"logit_bias: {name[:LONGEST_ID]!r} is no token id below {vocabulary}", "logit_bias")
         tokens.append(int(name))
     return torch.tensor(tokens), torch.tensor(list(request.logit_bias.values()))
 

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,8 @@ class Job:
     left: threading.Event = field(default_factory=threading.Event)
 
     def send(self, result: Any) -> None:
-        self.loop.call_soon_threadsafe(self.results.put_nowait, result)
+        with suppress(RuntimeError):  # the loop has ended, and so has the client's connection
+            self.loop.call_soon_threadsafe(self.results.put_nowait, result)
 
 
 class Worker:
@@ -45,13 +47,17 @@ class Worker:
     def __init__(self, most: int) -> None:
         self.most = most
         self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._waiting = 0
         self._current: Job | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
         self._thread.start()
 
-    async def results(self, work: Callable[[Callable[[], bool]], Iterator[Any]]) -> AsyncIterator[Any]:
+    @property
+    def waiting(self) -> int:
+        """Number of jobs that wait and whose clients have not left."""
+        return sum(job is not None and not job.left.is_set() for job in list(self._jobs.queue))
+
+    async def results(self, work: Callable[[Callable[[], bool]], Iterator[Any]]) -> AsyncGenerator[Any, None]:
         """Yields the results of a job; leaving the iteration ends the job.
 
         Raises:
@@ -59,10 +65,10 @@ class Worker:
         """
         if self._closed:
             raise Bad("the server ends", status=503)
-        if self._waiting >= self.most:
-            raise Bad(f"{self._waiting} requests wait already: try again later", status=429)
+        waiting = self.waiting
+        if waiting >= self.most:
+            raise Bad(f"{waiting} requests wait already: try again later", status=429)
         job = Job(work, asyncio.get_running_loop())
-        self._waiting += 1
         self._jobs.put(job)
         try:
             while True:
@@ -93,7 +99,6 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._waiting -= 1
             if job.left.is_set():
                 continue
             self._current = job
@@ -103,8 +108,8 @@ class Worker:
                 job.send(DONE)
             except Left:
                 job.send(Bad("the server ends", status=503))
-            except Exception as error:  # whatever it is, the next client gets an answer
+            except BaseException as error:  # whatever it is, a panic of Rust too, the next client gets an answer
                 if not isinstance(error, Bad):
                     log.exception("a request failed")
-                job.send(error)
+                job.send(error if isinstance(error, Exception) else RuntimeError(str(error)))
             self._current = None
