@@ -105,6 +105,8 @@ COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++"
 COMPILED = Need("where steps are not compiled", "apt-get install g++; unset RESIDUAL_MASS_CPU", _compiles_steps)
 KERNELS = Need("without compiled kernels", "make install where a C++ compiler is", _has_kernels)
 KVPRESS = Need("without kvpress", "pip install kvpress==0.5.5", lambda: find_spec("kvpress") is not None)
+LANGCHAIN = Need("without LangChain", "pip install langchain-openai", lambda: find_spec("langchain_openai") is not None)
+LM_EVAL = Need("without lm-eval", "pip install '.[lm-eval]'", lambda: find_spec("lm_eval") is not None)
 BFLOAT16 = Need("where torch's own attention fails in bfloat16", "unset ATEN_CPU_CAPABILITY", _has_bfloat16_attention)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
 TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)

@@ -1,262 +1,297 @@
-"""Answers one model's requests: `answer` stands in for `model.generate`, decodes by a method, and keeps the caches.
+"""Answers to prompts, token by token: the served model under its method, over kept beginnings.
 
-A folder that `residual-mass serve` wrote has a `custom_generate/generate.py` that calls it, and settings beside that.
+Shape letters: L = tokens so far, T = tokens of a piece, V = vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
-import weakref
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation import StoppingCriteriaList, StopStringCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from residual_mass.decode.generate import padding_of, partial_decoding
-from residual_mass.decode.generation_settings import require_settings
-from residual_mass.decode.packed_backend import PackedBackend, PackedCache
-from residual_mass.files import read_json
+from residual_mass.decode.backends import backend_for
+from residual_mass.decode.compiled import CompiledStep
+from residual_mass.decode.packed_backend import PackedBackend
+from residual_mass.decode.text import Text
+from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.methods import method_named
-from residual_mass.methods.arms import Arm, arm_of
-from residual_mass.model.identity import digest_of, identity_of
-from residual_mass.model.layers import keeps_states, text_config
-from residual_mass.model.packed_weights import pack_weights
+from residual_mass.methods.arms import Arm
 from residual_mass.model.rotary import frequencies_of
-from residual_mass.serve.kept import Kept
+from residual_mass.serve.kept import STRIDE, Kept, KeptText
+from residual_mass.serve.sampling import Sampling
+from residual_mass.spec.settings import AnchorSpec
 
 log = logging.getLogger(__name__)
 
-SETTINGS = "custom_generate/settings.json"
-"""Place of the settings in a served folder."""
-_answers: weakref.WeakKeyDictionary[PreTrainedModel, Answers] = weakref.WeakKeyDictionary()
 
+@dataclass(frozen=True)
+class LogProb:
+    """The logarithm of a token's probability, with the likeliest tokens in its place and theirs."""
 
-def answer(model: PreTrainedModel, inputs: Tensor | None = None, **options: Any) -> Any:
-    """Generates as `model.generate` does, by the method of the folder that the model was loaded from.
-
-    Raises:
-        ValueError: as for `model.generate`; the prompt is empty, or longer than the model was made for; the method is
-            not served on this model or machine.
-    """
-    ids = options.pop("input_ids", inputs)
-    return answers_of(model).generate(model, ids, **options)
-
-
-def answers_of(model: PreTrainedModel) -> Answers:
-    """Returns what answers a model's requests. The first call packs the model's weights, if the settings say so."""
-    if model not in _answers:
-        settings = ServeSettings(**read_json(Path(model.name_or_path) / SETTINGS))
-        _answers[model] = open_answers(model, settings)
-    return _answers[model]
+    token: int
+    value: float | None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
-class ServeSettings:
-    """What a served folder says beside its `generate.py`.
+class Piece:
+    """A further piece of an answer.
 
     Attributes:
-        model: folder that the files come from.
-        budget: share of the prompt that is read exactly.
-        weights: bits of packed weights; None leaves them.
-        compile: whether a step is compiled, before the first answer.
-        memory: MiB of kept caches.
-        keep: folder of caches that leave the memory.
+        text: may be empty while a character or a stop string is not complete.
+        finish: why the answer ends with it.
     """
 
-    model: str
-    method: str
-    budget: float
-    weights: int | None
-    compile: bool
-    memory: int
-    keep: str | None
+    text: str
+    logprobs: tuple[LogProb, ...] = ()
+    finish: Literal["stop", "length"] | None = None
 
 
-def open_answers(model: PreTrainedModel, settings: ServeSettings) -> Answers:
-    """Prepares a model for its requests.
+@dataclass
+class Question:
+    """One answer to be generated.
 
-    Raises:
-        ValueError: the CPU kernels do not serve the method here, or weights or steps cannot be packed or compiled.
+    Attributes:
+        ids: the prompt.
+        limit: most new tokens.
+        number: of the answer among those to the same prompt.
+        top: likeliest tokens to report; None without logarithms.
+        keep: whether kept beginnings are used, and the text is kept.
+        cached: tokens of the prompt that were not read anew, known once the answer begins.
+        generated: number of new tokens so far.
     """
-    arm = arm_of(settings.method, settings.budget if method_named(settings.method).chooses else None)
-    reason = PackedBackend.refusal(model, arm)
-    if reason is not None:
-        raise ValueError(f"{settings.model}: cannot be served with {settings.method}: {reason}")
-    if settings.weights is not None:
-        pack_weights(model, bits=settings.weights)
-    identity = folder = None
-    if settings.keep is not None:
-        identity = identity_of(model)
-        decoding = {"method": settings.method, "budget": str(settings.budget)}
-        folder = Path(settings.keep) / digest_of(identity | decoding)[:16]
-    # A packed cache lacks what a model with recurrent states keeps besides.
-    limit = settings.memory * 2**20 if not keeps_states(model) else 0
 
-    def make() -> PackedCache:
-        cache = PackedCache(model_of(), arm.rule)
-        cache.identity = identity
-        return cache
+    ids: list[int]
+    limit: int
+    stops: list[str]
+    sampling: Sampling
+    number: int = 0
+    top: int | None = None
+    keep: bool = True
+    cached: int = 0
+    generated: int = 0
 
-    model_of = weakref.ref(model)
-    kept = Kept(make, limit, folder if limit else None, frequencies_of(model))
-    answers = Answers(settings, arm, kept)
-    if settings.compile:
-        prompt = torch.tensor([[0, 0]])
-        answers.generate(model, prompt, generation_config=GenerationConfig(max_new_tokens=3, eos_token_id=[]))
-        answers.kept.entries.clear()
-    return answers
+
+class Left(Exception):
+    """The client has left."""
 
 
 @dataclass
 class Answers:
-    """Answers the requests to a model, one after the other.
+    """A model that answers questions, one after the other.
 
     Attributes:
-        kept: caches of the texts so far.
+        ends: tokens that end an answer.
     """
 
-    settings: ServeSettings
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     arm: Arm
     kept: Kept
+    ends: frozenset[int]
+    compiled: CompiledStep | None = None
+    anchors: AnchorSpec = field(default_factory=AnchorSpec)
 
-    def generate(
-        self,
-        model: PreTrainedModel,
-        ids: Tensor | None,
-        generation_config: GenerationConfig | None = None,
-        streamer: BaseStreamer | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        **options: Any,
-    ) -> Any:
-        """Returns what `model.generate` returns; full attention answers, with a warning, what the method does not.
+    def __post_init__(self) -> None:
+        self.turn = frequencies_of(self.model).limit
+        """Tokens beyond which a text has other rotary frequencies from its beginning on."""
+
+    @torch.no_grad()
+    def pieces(self, question: Question, left: Callable[[], bool]) -> Iterator[Piece]:
+        """Yields the pieces of an answer.
 
         Args:
-            ids: [B, L].
-            generation_config: `max_new_tokens` is lowered in it to what the model has positions for.
-            options: further ones of `model.generate`.
+            left: whether the client has left; asked between pieces of the prompt and between tokens.
+
+        Raises:
+            Left: the client has left.
         """
-        given = model.generation_config if generation_config is None else generation_config
-        config = copy.deepcopy(given)
-        options = config.update(**options)
-        generate = type(model).generate
-        reason = self.refusal(ids, config)
-        if ids is not None:
-            config.max_new_tokens = given.max_new_tokens = new_tokens(model, ids, config)
-        if reason is not None:
-            log.warning("full attention answers: %s", reason)
-            return generate(model, ids, generation_config=config, streamer=streamer, tokenizer=tokenizer, **options)
-        if config.stop_strings is not None:  # `generate` passes no tokenizer to a loop that is not its own
-            criteria = options.get("stopping_criteria") or StoppingCriteriaList()
-            stop = StopStringCriteria(getattr(tokenizer, "tokenizer", tokenizer), config.stop_strings)
-            options["stopping_criteria"] = StoppingCriteriaList([*criteria, stop])
-            config.stop_strings = None
-        alone = len(ids) == 1 and padding_of(options.get("attention_mask")) is None
-        if not alone or options.get("past_key_values") is not None:
-            decoding = self._decoding(streamer)
-            return generate(model, ids, generation_config=config, custom_generate=decoding, **options)
-        return self._continued(model, ids, config, streamer, options)
-
-    def refusal(self, ids: Tensor | None, config: GenerationConfig) -> str | None:
-        """Returns why the method does not answer a request, in one line; None if it does."""
-        if ids is None:
-            return "the input is not token ids"
-        if config.cache_implementation is not None:
-            return f"cache_implementation={config.cache_implementation} asks for another cache"
-        if (config.num_return_sequences or 1) > 1:
-            return f"num_return_sequences={config.num_return_sequences} asks for several texts"
-        try:
-            require_settings(config)
-        except ValueError as error:
-            return str(error)
-        return None
-
-    def _decoding(self, streamer: BaseStreamer | None) -> Any:
-        compile = self.settings.compile or "auto"
-        return partial_decoding(self.arm.rule, self.settings.budget, streamer=streamer, compile=compile)
-
-    def _continued(
-        self,
-        model: PreTrainedModel,
-        ids: Tensor,
-        config: GenerationConfig,
-        streamer: BaseStreamer | None,
-        options: dict[str, Any],
-    ) -> Any:
-        """Generates from the longest kept beginning of a text [1, L], and keeps what it holds then."""
-        cache = self.kept.take(ids[0])
-        held = cache.get_seq_length()
-        recorder = TokenRecorder(streamer)
-        options = options | {"past_key_values": cache, "custom_generate": self._decoding(recorder)}
         started = time.perf_counter()
+        ids = torch.tensor([question.ids])
+        beginning = (
+            self.kept.take(ids[0], self._shortest(ids.shape[1]))
+            if question.keep
+            else KeptText(ids[0, :0], self.kept.make())
+        )
+        question.cached = len(beginning.ids)
+        text = Text(self.model, PackedBackend(self.model, self.arm, self.anchors, beginning.cache), None, self.compiled)
+        gone = ""
+        whole = False  # an error within a step may leave layers with different numbers of tokens
         try:
-            return type(model).generate(model, ids, generation_config=config, **options)
-        except Exception:
-            if not recorder.stopped:  # an error within a step may leave layers with different numbers of tokens
-                cache = None
+            logits = self._read(text, beginning, ids, left)
+            yield from self._continued(text, beginning, question, ids, logits, left)
+            whole = True
+        except (Left, GeneratorExit):
+            gone = ", and the client left"
+            whole = True
             raise
         finally:
-            seconds = time.perf_counter() - started
-            count = ids.shape[1]
-            new = max(len(recorder.ids) - count, 0)
-            left = ", and the client left" if recorder.stopped else ""
-            log.info("prompt of %d tokens (%d kept), %d new in %.1f s%s", count, held, new, seconds, left)
-            if cache is not None and cache.get_seq_length() > 0:
-                self.kept.put(recorder.ids[: cache.get_seq_length()], cache)
+            if question.keep and whole:
+                # A prompt's last piece may be short: a text that goes on from there would be read in other pieces.
+                self.kept.put(beginning if question.generated > 1 else beginning.at_last_mark())
+            log.info(
+                "prompt of %d tokens (%d kept), %d new in %.1f s%s",
+                len(question.ids), question.cached, question.generated, time.perf_counter() - started, gone,
+            )  # fmt: skip
+
+    def _read(self, text: Text, beginning: KeptText, ids: Tensor, left: Callable[[], bool]) -> Tensor:
+        """Reads a prompt [1, L] to its end, in pieces that end at every STRIDE tokens; marks the text there."""
+        while text.tokens < ids.shape[1]:
+            if left():
+                raise Left
+            logits = text.read(ids[:, text.tokens : self._end_of_piece(text.tokens, ids.shape[1])])
+            self._advance(text, beginning, ids)
+        return logits
+
+    def _shortest(self, tokens: int) -> int:
+        """Returns the tokens that the first piece of a prompt has to exceed."""
+        return int(self.turn) if tokens > self.turn else 0
+
+    def _end_of_piece(self, start: int, tokens: int) -> int:
+        """Returns where a piece of a prompt of so many tokens ends that begins at `start`."""
+        within = max(start, self._shortest(tokens))
+        return min((within // STRIDE + 1) * STRIDE, tokens)
+
+    def _advance(self, text: Text, beginning: KeptText, ids: Tensor) -> None:
+        beginning.ids = ids[0, : text.tokens]
+        if text.tokens % STRIDE == 0:
+            beginning.mark()
+
+    def _continued(
+        self, text: Text, beginning: KeptText, question: Question, ids: Tensor, logits: Tensor, left: Callable[[], bool]
+    ) -> Iterator[Piece]:
+        sampling = question.sampling
+        grammar = sampling.grammar
+        generator = sampling.generator(question.number)
+        writer = Writer(self.tokenizer, question.stops)
+        while True:
+            if left():
+                raise Left
+            raw = logits[:, -1].float()
+            if not raw.max().isfinite():
+                name = type(self.model).__name__
+                raise ValueError(f"{name}'s logits are not finite: its weights are damaged, or overflow in this dtype")
+            token = sampling.choose(ids, ids[0, len(question.ids) :], raw, generator)
+            question.generated += 1
+            logprob = () if question.top is None else (log_prob(raw[0], token, question.top),)
+            ids = torch.cat((ids, torch.tensor([[token]])), 1)
+            ended = token in self.ends or (grammar is not None and grammar.follow(token))
+            piece = "" if token in self.ends else writer.add(token)
+            if ended or writer.stopped:
+                yield Piece(piece + writer.rest(), logprob, "stop")
+                return
+            if question.generated >= question.limit:
+                yield Piece(piece + writer.rest(), logprob, "length")
+                return
+            yield Piece(piece, logprob)
+            logits = text.step(ids[:, -1:])
+            self._advance(text, beginning, ids)
+
+    @torch.no_grad()
+    def prompt_logprobs(self, ids: list[int], top: int, left: Callable[[], bool]) -> Iterator[LogProb]:
+        """Yields the logarithms of a prompt's tokens, under full attention, by which prompts are read.
+
+        Raises:
+            Left: the client has left.
+        """
+        full = Arm(method_named("full"), None)
+        text = Text(self.model, backend_for(self.model, full, kinds=[TorchBackend]))
+        yield LogProb(ids[0], None)
+        whole = torch.tensor([ids])
+        while text.tokens < len(ids) - 1:
+            if left():
+                raise Left
+            start = text.tokens
+            end = self._end_of_piece(start, len(ids) - 1)
+            logits = text.step(whole[:, start:end])[0]
+            for row, token in zip(logits.float(), ids[start + 1 : end + 1], strict=True):
+                yield log_prob(row, token, top)
 
 
-class TokenRecorder(BaseStreamer):
-    """Passes a prompt and new tokens on, and knows them when generation was broken off.
+def log_prob(logits: Tensor, token: int, top: int) -> LogProb:
+    """Returns the logarithm of a token's probability by logits [V], and those of the likeliest tokens."""
+    values = logits.log_softmax(-1)
+    best = values.topk(top)
+    likeliest = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return LogProb(token, float(values[token]), likeliest)
+
+
+class Writer:
+    """Turns tokens into text as soon as it is certain: characters are whole, and no stop string has begun.
 
     Attributes:
-        ids: [L], all tokens so far.
-        stopped: whether the receiver broke generation off, as a server's does when its client has left.
+        stopped: whether a stop string has come; it and what follows is no part of the text.
     """
 
-    def __init__(self, receiver: BaseStreamer | None) -> None:
-        self.receiver = receiver
-        self.ids = torch.empty(0, dtype=torch.int64)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> None:
+        self.tokenizer = tokenizer
+        self.stops = stops
         self.stopped = False
+        self.ids: list[int] = []
+        self._shown = 0
+        """Tokens before those whose text is not complete."""
+        self._before = 0
+        """Tokens from which on a tokenizer joins the next one as in the whole text."""
+        self._held = ""
+        """Text that may be the beginning of a stop string."""
 
-    def put(self, value: Tensor) -> None:
-        self.ids = torch.cat((self.ids, value.reshape(-1)))
-        if self.receiver is None:
-            return
-        try:
-            self.receiver.put(value)
-        except Exception:
+    def add(self, token: int) -> str:
+        """Adds a token; returns the text that is certain by now."""
+        self.ids.append(token)
+        before = self._decoded(self._before, self._shown)
+        now = self._decoded(self._before, len(self.ids))
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return ""
+        self._before = self._shown
+        self._shown = len(self.ids)
+        return self._certain(now[len(before) :])
+
+    def rest(self) -> str:
+        """Returns what is left at the end of an answer."""
+        if self.stopped:
+            return ""
+        before = self._decoded(self._before, self._shown)
+        now = self._decoded(self._before, len(self.ids))
+        certain = self._certain(now[len(before) :])
+        held = self._held
+        self._held = ""
+        return certain if self.stopped else certain + held
+
+    def _certain(self, text: str) -> str:
+        held = self._held + text
+        places = [held.find(stop) for stop in self.stops if stop in held]
+        if places:
             self.stopped = True
-            raise
+            return held[: min(places)]
+        begun = max((overlap(held, stop) for stop in self.stops), default=0)
+        self._held = held[len(held) - begun :]
+        return held[: len(held) - begun]
 
-    def end(self) -> None:
-        if self.receiver is not None:
-            self.receiver.end()
+    def _decoded(self, start: int, end: int) -> str:
+        return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=True)
 
 
-def new_tokens(model: PreTrainedModel, ids: Tensor, config: GenerationConfig) -> int | None:
-    """Returns the number of new tokens that a prompt [B, L] leaves positions for, at most what was asked for.
+def overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest end of a text that is a beginning of a stop string."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
 
-    Raises:
-        ValueError: the prompt is empty, or leaves none.
-    """
-    count = ids.shape[-1]
-    if count == 0:
-        raise ValueError("the prompt is empty: write at least one token")
-    positions = getattr(text_config(model), "max_position_embeddings", None)
-    if not positions:
-        return config.max_new_tokens
-    if count >= positions:
-        name = Path(model.name_or_path).name
-        raise ValueError(
-            f"the prompt has {count:,} tokens, and {name} was made for texts of {positions:,} with the answer: "
-            "shorten it"
-        )
-    if config.max_new_tokens is None:
-        return None
-    return min(config.max_new_tokens, positions - count)
+
+def answer_of(pieces: Iterator[Piece]) -> tuple[str, list[LogProb], Any]:
+    """Returns a whole answer: its text, logarithms, and why it ended."""
+    text = []
+    logprobs: list[LogProb] = []
+    finish = None
+    for piece in pieces:
+        text.append(piece.text)
+        logprobs += piece.logprobs
+        finish = piece.finish
+    return "".join(text), logprobs, finish

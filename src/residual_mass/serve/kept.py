@@ -1,122 +1,189 @@
-"""Packed caches of texts that were read, for prompts that continue them; the least recently used leave first.
+"""Packed caches of texts that were read, for prompts that share their beginning; the least recently used leave first.
+
+Prompts are read in pieces that end at every `STRIDE` tokens, whether a beginning is kept or not. So what follows a kept
+beginning is computed in the same way as if the whole prompt were read, and an answer does not depend on it. Only the
+beginnings that end within a generated answer were not read like this.
 
 Shape letters: L = tokens of a text.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from residual_mass.decode.marks import Mark, cache_at, mark_of
 from residual_mass.decode.packed_backend import PackedCache
-from residual_mass.kernels.layout import BLOCK
-from residual_mass.model.rotary import Frequencies
 
 log = logging.getLogger(__name__)
+
+STRIDE = 256
+"""Tokens between two places at which a text can be gone back to."""
+FAR_STRIDE = 2048
+"""The same, more than `NEAR` places before the end of the text."""
+STORED = "[0-9]*-" + 64 * "[0-9a-f]" + ".safetensors"
+"""Names of files in the folder, with the number of tokens and the digest of a text."""
+NEAR = 8
+
+
+@dataclass
+class KeptText:
+    """A text with its cache.
+
+    Attributes:
+        ids: [L], what the cache holds.
+        marks: by number of tokens.
+    """
+
+    ids: Tensor
+    cache: PackedCache
+    marks: dict[int, Mark] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + sum(mark.nbytes for mark in self.marks.values())
+
+    def mark(self) -> None:
+        """Marks the text as it is now; marks far from its end get sparse."""
+        tokens = self.cache.get_seq_length()
+        self.marks[tokens] = mark_of(self.cache)
+        for place in list(self.marks):
+            if place < tokens - NEAR * STRIDE and place % FAR_STRIDE:
+                del self.marks[place]
+
+    def best(self, ids: Tensor) -> int:
+        """Returns the tokens of the longest beginning of ids [L], without the last, that this text can go back to."""
+        common = min(common_length(self.ids, ids), len(ids) - 1)
+        places = [place for place in (*self.marks, len(self.ids)) if place <= common]
+        return max(places, default=0)
+
+    def at_last_mark(self) -> KeptText:
+        """Returns the text as it was at its last mark; an empty one if it has none."""
+        last = max(self.marks, default=0)
+        return self if last == len(self.ids) else self.at(last) if last else KeptText(self.ids[:0], self.cache)
+
+    def at(self, place: int) -> KeptText:
+        """Returns a text that begins with the first tokens of this one and goes on by itself."""
+        mark = mark_of(self.cache) if place == len(self.ids) else self.marks[place]
+        marks = {tokens: held for tokens, held in self.marks.items() if tokens <= place}
+        return KeptText(self.ids[:place], cache_at(self.cache, mark), marks)
 
 
 class Kept:
     """Caches by the token ids that they hold, in bounded memory, and on disk where a folder is given.
 
-    A cache is copied when it is taken, so several texts may continue the same one, each by itself.
-
     Args:
         make: returns an empty cache.
         limit: most bytes of all caches in memory.
-        folder: for caches that leave the memory, each in a file that is named after its text; None drops them.
-        frequencies: of the model; a text does not continue one whose keys have other rotary frequencies.
+        folder: for caches that leave the memory, each in a file that is named after its text; None drops them. It is
+            one of several, for each configuration its own, in a folder of theirs.
+        folder_limit: most bytes of the files in all of these folders.
     """
 
-    def __init__(
-        self, make: Callable[[], PackedCache], limit: int, folder: Path | None, frequencies: Frequencies
-    ) -> None:
+    def __init__(self, make: Callable[[], PackedCache], limit: int, folder: Path | None, folder_limit: int) -> None:
         self.make = make
-        self.frequencies = frequencies
         self.limit = limit
         self.folder = folder
-        self.entries: OrderedDict[bytes, tuple[Tensor, PackedCache]] = OrderedDict()
-        """Token ids [L] and cache by digest of the ids, the least recently used first."""
+        self.folder_limit = folder_limit
+        self.texts: OrderedDict[bytes, KeptText] = OrderedDict()
+        """By digest of the ids, the least recently used first."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(cache.nbytes for _, cache in self.entries.values())
-
-    def take(self, ids: Tensor) -> PackedCache:
-        """Returns a cache of the longest kept beginning of a text [L], without its last token: a copy, or an empty one.
-
-        A kept text may differ at its end, by up to 63 tokens, if these can be removed from its cache: an answer that
-        was broken off, or whose end has other tokens when it is written down and read again.
+    def take(self, ids: Tensor, beyond: int = 0) -> KeptText:
+        """Returns the longest beginning of a text [L], without its last token, that is kept and longer than `beyond`
+        tokens; or an empty one.
         """
-        found = self._from_memory(ids)
-        held = 0 if found is None else found.get_seq_length()
-        stored = self._from_folder(ids, held)
+        best = beyond
+        for digest, text in self.texts.items():
+            place = text.best(ids)
+            if place > best:
+                best = place
+                found = digest
+        stored = self._from_folder(ids, best)
         if stored is not None:
             return stored
-        return self.make() if found is None else found
+        if best == beyond:
+            return KeptText(ids[:0], self.make())
+        self.texts.move_to_end(found)
+        return self.texts[found].at(best)
 
-    def put(self, ids: Tensor, cache: PackedCache) -> None:
-        """Keeps a cache and the text [L] that it holds; others leave until all fit."""
-        digest = digest_of(ids)
-        self.entries.pop(digest, None)
-        self.entries[digest] = (ids.clone(), cache)
-        while self.nbytes > self.limit:
-            _, (oldest, left) = self.entries.popitem(last=False)
-            self._store(oldest, left)
+    def put(self, text: KeptText) -> None:
+        """Keeps a text in place of those that it begins with; others leave until all fit."""
+        if len(text.ids) == 0:
+            return
+        if text.nbytes > self.limit:
+            self._store(text)
+            return
+        for digest, other in list(self.texts.items()):
+            if len(other.ids) <= len(text.ids) and common_length(other.ids, text.ids) == len(other.ids):
+                del self.texts[digest]
+        self.texts[digest_of(text.ids)] = text
+        while sum(each.nbytes for each in self.texts.values()) > self.limit:
+            _, oldest = self.texts.popitem(last=False)
+            self._store(oldest)
 
     def save(self) -> None:
         """Writes all caches to the folder, if there is one."""
-        for ids, cache in list(self.entries.values()):
-            self._store(ids, cache)
+        for text in self.texts.values():
+            self._store(text)
 
-    def _from_memory(self, ids: Tensor) -> PackedCache | None:
-        matches = []
-        for digest, (own, _) in self.entries.items():
-            common = common_length(own, ids[:-1])
-            keys_fit = self.frequencies.same([common, len(own), len(ids)])
-            if common > 0 and len(own) - common < BLOCK and keys_fit:
-                matches.append((common, digest, len(own) - common))
-        for _, digest, surplus in sorted(matches, reverse=True):
-            cache = copy.deepcopy(self.entries[digest][1])
-            if try_crop(cache, surplus):
-                self.entries.move_to_end(digest)
-                return cache
-        return None
-
-    def _from_folder(self, ids: Tensor, held: int) -> PackedCache | None:
-        """Returns the cache of a beginning that is longer than `held`, from the folder; None if there is none."""
+    def _from_folder(self, ids: Tensor, held: int) -> KeptText | None:
+        """Returns a beginning that is longer than `held`, from the folder; None if there is none."""
         if self.folder is None:
             return None
-        names = [path.name for path in self.folder.glob("[0-9]*-*.safetensors")]
+        names = [path.name for path in self.folder.glob(STORED)]
         lengths = {int(name.partition("-")[0]) for name in names}
         for length in sorted(lengths, reverse=True):
             path = self._path(ids[:length])
-            keys_fit = self.frequencies.same([length, len(ids)])
-            if not held < length < len(ids) or not keys_fit or not path.is_file():
+            if not held < length < len(ids) or not path.is_file():
                 continue
             try:
                 cache = self.make().load(path)
             except ValueError as error:
                 log.warning("not used: %s", error)
+                path.unlink(missing_ok=True)
                 continue
             if cache.get_seq_length() == length:
-                return cache
+                path.touch()
+                text = KeptText(ids[:length].clone(), cache)
+                text.mark()
+                return text
         return None
 
-    def _store(self, ids: Tensor, cache: PackedCache) -> None:
-        if self.folder is None or self._path(ids).is_file():
+    def _store(self, text: KeptText) -> None:
+        """Writes a text as it is and at its last mark: texts that go on from it, or share its beginning, find one."""
+        if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        try:
-            cache.save(self._path(ids))
-        except (OSError, ValueError) as error:
-            log.warning("a cache of %d tokens is not kept: %s", len(ids), error)
+        for place in {len(text.ids), *sorted(text.marks)[-1:]}:
+            path = self._path(text.ids[:place])
+            if path.is_file():
+                path.touch()
+                continue
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                (text.cache if place == len(text.ids) else cache_at(text.cache, text.marks[place])).save(path)
+            except (OSError, ValueError) as error:
+                log.warning("a text of %d tokens is not kept: %s", place, error)
+        self._bound_folder()
+
+    def _bound_folder(self) -> None:
+        """Removes files of the folders, the least recently used first, until the others fit."""
+        states = []
+        for file in self.folder.parent.glob(f"*/{STORED}"):
+            with suppress(FileNotFoundError):  # another server may have removed it
+                states.append((file.stat().st_mtime, file.stat().st_size, file))
+        total = 0
+        for _, size, file in sorted(states, reverse=True):
+            total += size
+            if total > self.folder_limit:
+                file.unlink(missing_ok=True)
 
     def _path(self, ids: Tensor) -> Path:
         return self.folder / f"{len(ids)}-{digest_of(ids).hex()}.safetensors"
@@ -131,16 +198,3 @@ def common_length(one: Tensor, other: Tensor) -> int:
     shorter = min(len(one), len(other))
     different = (one[:shorter] != other[:shorter]).nonzero()
     return int(different[0]) if len(different) else shorter
-
-
-def try_crop(cache: PackedCache, count: int) -> bool:
-    """Removes the last tokens of a cache; returns whether it could: they must still be unpacked."""
-    if count == 0:
-        return True
-    if len(cache.packed_layers) < len(cache.layers):  # windows have forgotten what was before these tokens
-        return False
-    try:
-        cache.crop(-count)
-    except ValueError:
-        return False
-    return True

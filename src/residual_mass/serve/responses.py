@@ -1,0 +1,157 @@
+"""/v1/responses: OpenAI's newer form of a request for one answer.
+
+Nothing is stored, so a further turn holds the whole conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from residual_mass.serve.answers import LogProb, Piece, Question
+from residual_mass.serve.protocol import COMMON_IGNORED, Bad, ChatRequest, Closed, Sampled, TextPart
+from residual_mass.serve.service import Service
+
+
+class InputMessage(Closed):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    type: Literal["message"] = "message"
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponsesRequest(Sampled):
+    """A request to /v1/responses."""
+
+    IGNORED: ClassVar[dict[str, str]] = COMMON_IGNORED | {
+        "include": "there is nothing more",
+        "truncation": "nothing is cut",
+    }
+    REFUSED: ClassVar[dict[str, str]] = {
+        "previous_response_id": "no answer is stored: send the whole conversation as input",
+        "conversation": "no conversation is stored: send it as input",
+        "background": "answers are given at once",
+        "tools": "for tools take /v1/chat/completions",
+        "n": "there is one answer",
+    }
+
+    n: Literal[1] | None = None
+    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+def chat_of(asked: ResponsesRequest) -> ChatRequest:
+    """Returns the same request for /v1/chat/completions."""
+    messages: list[dict[str, Any]] = []
+    if asked.instructions is not None:
+        messages.append({"role": "system", "content": asked.instructions})
+    given = [{"role": "user", "content": asked.input}]
+    if not isinstance(asked.input, str):
+        given = [message.model_dump(include={"role", "content"}) for message in asked.input]
+    shared = asked.model_dump(exclude={"input", "instructions", "max_output_tokens", "stop"}, exclude_none=True)
+    if asked.stop:
+        shared["stop"] = asked.stop
+    return ChatRequest(messages=messages + given, max_tokens=asked.max_output_tokens, **shared)
+
+
+def response_body(
+    asked: ResponsesRequest, question: Question, service: Service, answer: tuple[str, list[LogProb], str | None]
+) -> dict[str, Any]:
+    """Returns a whole answer."""
+    text, _, finish = answer
+    return Response(asked, question, service).body(text, finish or "length")
+
+
+class Response:
+    """What is the same in all events of an answer."""
+
+    def __init__(self, asked: ResponsesRequest, question: Question, service: Service) -> None:
+        self.asked = asked
+        self.question = question
+        self.service = service
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self.item_id = f"msg_{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def body(self, text: str | None, finish: str | None) -> dict[str, Any]:
+        status = {None: "in_progress", "stop": "completed", "length": "incomplete"}[finish]
+        reason = {"reason": "max_output_tokens"} if finish == "length" else None
+        output = [] if text is None else [self.item(text, status)]
+        return {
+            "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
+            "incomplete_details": reason, "instructions": self.asked.instructions, "metadata": {},
+            "max_output_tokens": self.asked.max_output_tokens, "model": self.service.name, "output": output,
+            "parallel_tool_calls": True, "previous_response_id": None, "reasoning": {"effort": None, "summary": None},
+            "store": False, "temperature": self.asked.temperature, "top_p": self.asked.top_p,
+            "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "truncation": "disabled",
+            "usage": None if finish is None else self.usage(),
+        }  # fmt: skip
+
+    def item(self, text: str, status: str) -> dict[str, Any]:
+        return {
+            "type": "message", "id": self.item_id, "role": "assistant", "status": status, "content": [part(text)],
+        }  # fmt: skip
+
+    def usage(self) -> dict[str, Any]:
+        prompt = len(self.question.ids)
+        generated = self.question.generated
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": self.question.cached},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + generated,
+        }
+
+
+def part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+async def response_events(
+    asked: ResponsesRequest, question: Question, service: Service, pieces: AsyncIterator[Piece]
+) -> AsyncIterator[str]:
+    """Yields the events of a streamed answer."""
+    response = Response(asked, question, service)
+    place = {"item_id": response.item_id, "output_index": 0, "content_index": 0}
+    number = 0
+
+    def event(kind: str, **content: Any) -> str:
+        nonlocal number
+        fields = {"type": kind, "sequence_number": number, **content}
+        number += 1
+        return f"event: {kind}\ndata: {json.dumps(fields, separators=(',', ':'))}\n\n"
+
+    yield event("response.created", response=response.body(None, None))
+    yield event("response.in_progress", response=response.body(None, None))
+    empty = {**response.item("", "in_progress"), "content": []}
+    yield event("response.output_item.added", output_index=0, item=empty)
+    yield event("response.content_part.added", **place, part=part(""))
+    texts = []
+    finish = None
+    try:
+        async for piece in pieces:
+            finish = piece.finish
+            if piece.text:
+                texts.append(piece.text)
+                yield event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
+    except Exception as error:
+        code = "invalid_prompt" if isinstance(error, Bad) else "server_error"
+        failed = {**response.body(None, None), "status": "failed"}
+        yield event("response.failed", response={**failed, "error": {"code": code, "message": str(error)}})
+        return
+    finally:
+        await pieces.aclose()
+    text = "".join(texts)
+    body = response.body(text, finish or "length")
+    yield event("response.output_text.done", **place, text=text, logprobs=[])
+    yield event("response.content_part.done", **place, part=part(text))
+    yield event("response.output_item.done", output_index=0, item=body["output"][0])
+    yield event(f"response.{body['status']}", response=body)

@@ -1,0 +1,55 @@
+"""What answers requests: a model, its prompts, the thread that generates."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from residual_mass.serve.answers import Answers, Question
+from residual_mass.serve.prompts import Prompts
+from residual_mass.serve.protocol import Bad, Sampled
+from residual_mass.serve.sampling import Grammars, Sampling
+from residual_mass.serve.worker import Worker
+
+
+@dataclass
+class Service:
+    """Everything that requests are answered with.
+
+    Attributes:
+        name: of the model, for clients.
+        served_by: what generates, for the header of answers.
+    """
+
+    answers: Answers
+    prompts: Prompts
+    worker: Worker
+    name: str
+    served_by: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.vocabulary = self.prompts.vocabulary
+        self.grammars = Grammars(self.answers.tokenizer, self.vocabulary, self.answers.ends)
+
+    def require_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise Bad(f"model: this server has {self.name} and no other, such as {name!r}", "model", 404)
+
+    def questions(self, request: Sampled, prompts: list[list[int]], keep: bool = True) -> list[Question]:
+        """Returns a question for each answer that is asked for; raises Bad for what cannot be asked."""
+        if request.stream_options is not None and not request.stream:
+            raise Bad("stream_options: they are for streams; leave them out", "stream_options")
+        if getattr(request, "top_logprobs", None) is not None and not request.logprobs:
+            raise Bad("top_logprobs: it needs logprobs=true", "top_logprobs")
+        grammar = self.grammars.of(getattr(request, "response_format", None))
+        questions = []
+        for ids in prompts:
+            for number in range(request.n or 1):
+                own = None if grammar is None else grammar.copy()
+                sampling = Sampling(request, self.answers.model.generation_config, self.vocabulary, own)
+                limit = self.prompts.room(ids, request.limit)
+                stops = request.stop or []
+                kept = keep and request.cache_prompt is not False
+                questions.append(Question(ids, limit, stops, sampling, number, request.top, kept))
+        return questions

@@ -1,0 +1,144 @@
+"""The forms in which /v1/chat/completions and /v1/completions write answers, whole and as streams."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any
+
+from residual_mass.serve.answers import LogProb, Piece, Question, answer_of
+from residual_mass.serve.protocol import Bad
+from residual_mass.serve.service import Service
+
+Pieces = AsyncGenerator[tuple[int, Piece], None]
+"""Pieces of answers, with the number of their question."""
+
+
+class Shape:
+    """How an endpoint writes answers."""
+
+    object: str
+    chunk: str
+    prefix: str
+
+    def __init__(self, service: Service, asked: Any) -> None:
+        self.service = service
+        self.asked = asked
+        self.head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": service.name}
+
+    def body(self, questions: list[Question], by_question: list[list[Piece]]) -> dict[str, Any]:
+        choices = []
+        for number, pieces in enumerate(by_question):
+            text, logprobs, finish = answer_of(iter(pieces))
+            choices.append(self.choice(number, text, logprobs, finish or "length"))
+        return {**self.head, "object": self.object, "choices": choices, "usage": usage_of(questions)}
+
+    async def events(
+        self, questions: list[Question], pieces: AsyncGenerator[tuple[int, Piece], None]
+    ) -> AsyncIterator[str]:
+        """Yields server-sent events."""
+        options = self.asked.stream_options
+        begun: set[int] = set()
+        try:
+            async for number, piece in pieces:
+                for delta in self.deltas(number, piece, number not in begun):
+                    yield event({**self.head, "object": self.chunk, "choices": [delta]})
+                begun.add(number)
+            if options is not None and options.include_usage:
+                yield event({**self.head, "object": self.chunk, "choices": [], "usage": usage_of(questions)})
+        except Exception as error:
+            message = " ".join(str(error).split())
+            kind = "invalid_request_error" if isinstance(error, Bad) else "server_error"
+            yield event({"error": {"message": message, "type": kind, "param": None, "code": None}})
+        finally:
+            await pieces.aclose()
+        yield "data: [DONE]\n\n"
+
+    def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
+        raise NotImplementedError
+
+    def written(self, token: int) -> str:
+        return self.service.answers.tokenizer.decode([token])
+
+
+class ChatShape(Shape):
+    object = "chat.completion"
+    chunk = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": number, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+
+    def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
+        same = {"index": number, "logprobs": None, "finish_reason": None}
+        if first:
+            yield {**same, "delta": {"role": "assistant", "content": ""}}
+        if piece.text or piece.logprobs:
+            yield {**same, "delta": {"content": piece.text}, "logprobs": self._logprobs(piece.logprobs)}
+        if piece.finish is not None:
+            yield {**same, "delta": {}, "finish_reason": piece.finish}
+
+    def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
+        if self.asked.top is None:
+            return None
+        content = []
+        for each in logprobs:
+            likeliest = [self._entry(token, value) for token, value in each.top]
+            content.append({**self._entry(each.token, each.value), "top_logprobs": likeliest})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, value: float | None) -> dict[str, Any]:
+        text = self.written(token)
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+
+class CompletionShape(Shape):
+    object = "text_completion"
+    chunk = "text_completion"
+    prefix = "cmpl"
+
+    def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str | None) -> dict[str, Any]:
+        return {"index": number, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+
+    def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
+        if piece.text or piece.logprobs or piece.finish is not None:
+            yield self.choice(number, piece.text, list(piece.logprobs), piece.finish)
+
+    def _logprobs(self, logprobs: list[LogProb]) -> dict[str, Any] | None:
+        if self.asked.top is None:
+            return None
+        tokens = [self.written(each.token) for each in logprobs]
+        offsets = []
+        length = 0
+        for token in tokens:
+            offsets.append(length)
+            length += len(token)
+        likeliest = []
+        for each in logprobs:
+            values = {self.written(token): value for token, value in each.top}
+            likeliest.append(None if each.value is None else values | {self.written(each.token): each.value})
+        values = [each.value for each in logprobs]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": offsets}
+
+
+def usage_of(questions: list[Question]) -> dict[str, Any]:
+    """Returns the tokens of a request; those of a prompt count once for all of its answers."""
+    prompt = sum(len(question.ids) for question in questions if question.number == 0)
+    cached = sum(question.cached for question in questions if question.number == 0)
+    generated = sum(question.generated for question in questions)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
