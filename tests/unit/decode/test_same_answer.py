@@ -14,7 +14,7 @@ from tests.needs import KERNELS, needs
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from residual_mass import partial_decoding, partial_generate, partial_kv
+from residual_mass import PackedCache, partial_decoding, partial_generate, partial_kv
 from residual_mass.decode.backends import backend_for
 from residual_mass.decode.engine import SharedPrefillEngine
 from residual_mass.decode.forced import ForcedDecoder
@@ -23,7 +23,10 @@ from residual_mass.lm_eval import PartialKV
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import arm_of
 from residual_mass.model.loading import Backbone
-from residual_mass.serve.answers import ServeSettings, open_answers
+from residual_mass.serve.answers import Answers, Question
+from residual_mass.serve.kept import Kept
+from residual_mass.serve.protocol import CompletionRequest
+from residual_mass.serve.sampling import Sampling
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
 
@@ -111,14 +114,16 @@ def test_a_continuation_of_a_measurement(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["cache8", "scan4_regression_64"])
-def test_a_served_folder(method: str) -> None:
-    budget = budget_of(method) or 1.0
-    settings = ServeSettings(
-        model="tiny", method=method, budget=budget, weights=None, compile=False, memory=100, keep=None
-    )
-    answers = open_answers(model(), settings)
-    config = GenerationConfig(eos_token_id=[], **OPTIONS)
-    assert_same(method, answers.generate(model(), ids_of(PROMPT), generation_config=config))
+def test_a_server(method: str) -> None:
+    kept = Kept(lambda: PackedCache(model(), method), 2**30, None, 0)
+    answers = Answers(model(), byte_tokenizer(), arm_of(method, budget_of(method)), kept, frozenset())
+    sampling = Sampling(CompletionRequest(prompt="x", temperature=0.0), GenerationConfig(), model().config.vocab_size)
+    question = Question(ids_of(PROMPT)[0].tolist(), NEW, [], sampling, top=0)
+    found = [each for piece in answers.pieces(question, lambda: False) for each in piece.logprobs]
+    tokens, logits = by_hand(method)
+    assert [each.token for each in found] == tokens[:NEW]
+    expected = logits[:NEW].float().log_softmax(-1)[range(NEW), tokens[:NEW]]
+    torch.testing.assert_close(torch.tensor([each.value for each in found]), expected, rtol=0, atol=1e-4)
 
 
 @methods
