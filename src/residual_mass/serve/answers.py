@@ -133,8 +133,9 @@ class Answers:
             raise
         finally:
             if question.keep and whole:
-                # A prompt's last piece may be short: a text that goes on from there would be read in other pieces.
-                self.kept.put(beginning if question.generated > 1 else beginning.at_last_mark())
+                # Of a prompt without an answer the last piece may be short: what goes on from there would be read in
+                # other pieces.
+                self.kept.put(beginning if question.generated else beginning.at_last_mark())
             log.info(
                 "prompt of %d tokens (%d kept), %d new in %.1f s%s",
                 len(question.ids), question.cached, question.generated, time.perf_counter() - started, gone,

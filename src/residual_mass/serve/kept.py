@@ -1,8 +1,8 @@
 """Packed caches of texts that were read, for prompts that share their beginning; the least recently used leave first.
 
 Prompts are read in pieces that end at every `STRIDE` tokens, whether a beginning is kept or not. So what follows a kept
-beginning is computed in the same way as if the whole prompt were read, and an answer does not depend on it. Only the
-beginnings that end within a generated answer were not read like this.
+beginning is computed in the same way as if the whole prompt were read, and an answer does not depend on it. Only what
+goes on from the end of a text that was answered is read in other pieces.
 
 Shape letters: L = tokens of a text.
 """

@@ -13,7 +13,9 @@ from tests.unit.serve.conftest import Asking, lettered, served
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from residual_mass.serve.answers import Left
 from residual_mass.serve.kept import FAR_STRIDE, NEAR, STRIDE, Kept, common_length
+from residual_mass.serve.protocol import CompletionRequest
 
 pytestmark = needs(KERNELS)
 WIDE = {
@@ -64,7 +66,7 @@ def test_an_answer_does_not_depend_on_what_is_kept(family: Family, method: str) 
         answers = {}
         hits = 0
         for number, prompt in list(enumerate(prompts))[::order]:
-            answer = asking.complete(prompt, max_tokens=1 + 20 * (number % 2), logprobs=2)
+            answer = asking.complete(prompt, max_tokens=2 + 20 * (number % 2), logprobs=2)
             answers[number] = answer["choices"]
             hits += cached(answer)
         found.append((answers, hits))
@@ -89,6 +91,27 @@ def test_a_further_turn_reads_what_is_new(model: PreTrainedModel) -> None:
         new = answer["usage"]["prompt_tokens"] - cached(answer)
         assert turn == 0 or new < 60
         talk += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+
+
+def test_one_token_leaves_the_whole_prompt(model: PreTrainedModel) -> None:
+    """A document that is read ahead: questions about it read only themselves."""
+    asking = Asking(served(model))
+    asked(asking, ids_of(0, 300), 1)
+    assert asked(asking, ids_of(0, 300) + ids_of(1, 20))[1] == 300
+
+
+def test_a_prompt_that_was_not_answered_is_kept_to_its_last_mark(model: PreTrainedModel) -> None:
+    """Its client left after it was read."""
+    asking = Asking(served(model))
+    expected = asked(asking, ids_of(0, 300) + ids_of(1, 20), cache_prompt=False)
+    answers = asking.service.answers
+    request = CompletionRequest(prompt=ids_of(0, 300))
+    (question,) = asking.service.questions(request, [ids_of(0, 300)])
+    checks = iter([False, False, True])  # before each of two pieces, and before the first token
+    with pytest.raises(Left):
+        list(answers.pieces(question, lambda: next(checks)))
+    assert lengths(answers.kept) == [256]
+    assert asked(asking, ids_of(0, 300) + ids_of(1, 20)) == (expected[0], 256)
 
 
 def test_branches_go_on_by_themselves(model: PreTrainedModel) -> None:
