@@ -52,6 +52,12 @@ class Access:
     origins: tuple[str, ...] = ()
     api_key: str | None = None
 
+    def lets_pages(self, origin: str) -> bool:
+        """Returns whether web pages of an origin may ask: a browser sends a page's requests before it refuses it the
+        answers.
+        """
+        return origin in self.origins or "*" in self.origins or re.fullmatch(LOCAL_ORIGINS, origin) is not None
+
     def knows(self, host: str) -> bool:
         """Returns whether a Host header names this server: a web page can point a name of its own at any address."""
         name = re.sub(r":\d+$", "", host.strip().lower()).strip("[]")
@@ -139,6 +145,9 @@ class Guard:
         """Returns the answer to a request that is not let through."""
         if not self.access.knows(headers.get("host", "")):
             return error_of("the Host header names another server: use its address, or start it with --allow-host", 403)
+        origin = headers.get("origin")
+        if origin is not None and not self.access.lets_pages(origin):
+            return error_of(f"web pages of {origin} may not ask: allow them with --cors", 403)
         key = self.access.api_key
         given = headers.get("authorization", "").removeprefix("Bearer ")
         if key is not None and path != "/health" and not hmac.compare_digest(given.encode(), key.encode()):

@@ -241,6 +241,10 @@ def test_web_pages(model: PreTrainedModel) -> None:
                  "access-control-request-headers": "content-type,authorization"}  # fmt: skip
         reply = asking.http.options("/v1/chat/completions", headers=asked)
         assert (reply.headers.get("access-control-allow-origin") == origin) == may, origin
+        asked_once = asking.http.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"origin": origin}
+        )
+        assert asked_once.status_code == (200 if may else 403), origin
         shown = asking.http.get("/v1/models", headers={"origin": origin}).headers
         assert (shown.get("access-control-allow-origin") == origin) == may, origin
 
