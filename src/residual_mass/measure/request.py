@@ -52,7 +52,7 @@ class Request:
     """The checked flags of the command; budgets are in percent of the prompt, anchors included."""
 
     model: str = flag(
-        EMBEDDED, "folder of a model or OWNER/NAME on the hub (default: %(default)s, the embedded "
+        EMBEDDED, "folder of a model, GGUF file, or OWNER/NAME on the hub (default: %(default)s, the embedded "
         "SmolLM2-135M-Instruct); a file here is a text for the embedded model", nargs="?",
     )  # fmt: skip
     texts: tuple[str, ...] = flag(
@@ -115,7 +115,7 @@ class Request:
         values = {each.name: getattr(options, each.name) for each in fields(cls)}
         model = options.model
         texts = options.texts
-        if model in ASSETS or os.path.isfile(model):  # a text for the embedded model
+        if model in ASSETS or (os.path.isfile(model) and not model.endswith(".gguf")):  # a text for the embedded model
             texts = [model, *texts]
             model = EMBEDDED
         values["model"] = model if model == EMBEDDED else normalised(model)

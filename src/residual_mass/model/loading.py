@@ -312,7 +312,15 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
     return sha256_text("\n".join((spec.model_id, spec.revision, spec.dtype, weights, small)))
 
 
+def is_gguf(name: str) -> bool:
+    """Returns whether a name is that of a GGUF file on this machine."""
+    return name.endswith(".gguf") and Path(name).is_file()
+
+
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:
+    if is_gguf(model_id):
+        file = Path(model_id)
+        return str(file.parent), {"gguf_file": file.name, "local_files_only": True}
     if source == "hub":
         return model_id, {"revision": revision}
     folder = assets / model_folder(model_id)
