@@ -226,7 +226,7 @@ def test_a_model_with_states(tiny_backbone: Backbone) -> None:
 
 def test_beams_are_refused_in_one_line(tiny_backbone: Backbone) -> None:
     asked = instances("generate_until", ("Short", {"max_gen_toks": 8, "num_beams": 2, "do_sample": False}))
-    with pytest.raises(BadArgument, match="^a method does not support beam search: [^\n]*num_beams=1$"):
+    with pytest.raises(BadArgument, match="^a partial step does not support beam search: [^\n]*num_beams=1$"):
         PartialKV(**options_of(tiny_backbone, method="full")).generate_until(asked)
 
 

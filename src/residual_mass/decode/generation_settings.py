@@ -39,15 +39,15 @@ OTHER_MODES = frozenset(
 )
 """Settings that turn on a mode of `generate` which is refused; some of them only together with others."""
 NO_DRAFTS = (
-    "a method reads one token a step, not drafts of several: leave out assistant_model, prompt_lookup_num_tokens, "
+    "a partial step reads one token a step, not drafts of several: leave out assistant_model, prompt_lookup_num_tokens, "
     "assistant_early_exit, use_mtp and is_assistant"
 )
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "output_attentions": (bool, "a method computes no attention weights: unset output_attentions"),
-    "output_hidden_states": (bool, "a method keeps no hidden states: unset output_hidden_states"),
+    "output_attentions": (bool, "a partial step computes no attention weights: unset output_attentions"),
+    "output_hidden_states": (bool, "a partial step keeps no hidden states: unset output_hidden_states"),
     "guidance_scale": (
         lambda value: value not in (None, 1),
-        "a method reads one text, but guidance_scale needs a second one: leave it out",
+        "a partial step reads one text, but guidance_scale needs a second one: leave it out",
     ),
     "is_assistant": (bool, NO_DRAFTS),
 }
@@ -66,6 +66,6 @@ def require_settings(config: GenerationConfig) -> None:
         raise ValueError(NO_DRAFTS)
     if mode not in PLAIN_MODES:
         raise ValueError(
-            f"a method does not support {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
+            f"a partial step does not support {mode.value.replace('_', ' ')}: generate greedily or by sampling, with "
             "num_beams=1"
         )
