@@ -39,7 +39,7 @@ OTHER_MODES = frozenset(
 )
 """Settings that turn on a mode of `generate` which is refused; some of them only together with others."""
 NO_DRAFTS = (
-    "a partial step reads one token a step, not drafts of several: leave out assistant_model, prompt_lookup_num_tokens, "
+    "a partial step reads one token, not drafts of several: leave out assistant_model, prompt_lookup_num_tokens, "
     "assistant_early_exit, use_mtp and is_assistant"
 )
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -370,10 +370,11 @@ ASKED = {"return_dict_in_generate": True}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("a partial step does not support beam search: [^\n]*num_beams=1", {"num_beams": 2}),
     ("a partial step does not support beam sample: [^\n]*num_beams=1", {"num_beams": 2, "do_sample": True}),
-    ("a partial step does not support contrastive search: ", {"penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}),
+    ("a partial step does not support contrastive search: ", {
+        "penalty_alpha": 0.6, "top_k": 4, "trust_remote_code": True}),
     ("a partial step does not support group beam search: ", {
         "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "trust_remote_code": True}),
-    ("a partial step reads one token a step, not drafts of several: leave out ", {"prompt_lookup_num_tokens": 3}),
+    ("a partial step reads one token, not drafts of several: leave out ", {"prompt_lookup_num_tokens": 3}),
     ("a partial step reads one text, but guidance_scale needs a second one", {"guidance_scale": 1.5}),
     ("a partial step computes no attention weights: unset output_attentions", {"output_attentions": True, **ASKED}),
     ("a partial step keeps no hidden states: unset output_hidden_states", {"output_hidden_states": True, **ASKED}),
