@@ -47,6 +47,24 @@ class ResponsesRequest(Sampled):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
 
 
+ALWAYS = {
+    "object": "response",
+    "error": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": False,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "truncation": "disabled",
+}
+"""Fields that OpenAI's clients expect in every answer, and that no request changes here."""
+ECHOED = ("instructions", "max_output_tokens", "temperature", "top_p")
+"""Fields of a request that its answer repeats."""
+
+
 def chat_of(asked: ResponsesRequest) -> ChatRequest:
     """Returns the same request for /v1/chat/completions."""
     messages: list[dict[str, Any]] = []
@@ -85,14 +103,16 @@ class Response:
         reason = {"reason": "max_output_tokens"} if finish == "length" else None
         output = [] if text is None else [self.item(text, status)]
         return {
-            "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,
-            "incomplete_details": reason, "instructions": self.asked.instructions, "metadata": {},
-            "max_output_tokens": self.asked.max_output_tokens, "model": self.service.name, "output": output,
-            "parallel_tool_calls": True, "previous_response_id": None, "reasoning": {"effort": None, "summary": None},
-            "store": False, "temperature": self.asked.temperature, "top_p": self.asked.top_p,
-            "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "truncation": "disabled",
+            **ALWAYS,
+            **{name: getattr(self.asked, name) for name in ECHOED},
+            "id": self.id,
+            "created_at": self.created,
+            "model": self.service.name,
+            "status": status,
+            "incomplete_details": reason,
+            "output": output,
             "usage": None if finish is None else self.usage(),
-        }  # fmt: skip
+        }
 
     def item(self, text: str, status: str) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ Pieces = AsyncGenerator[tuple[int, Piece], None]
 """Pieces of answers, with the number of their question."""
 
 
-class Shape:
+class Shape(ABC):
     """How an endpoint writes answers."""
 
     object: str
@@ -35,9 +36,7 @@ class Shape:
             choices.append(self.choice(number, text, logprobs, finish or "length"))
         return {**self.head, "object": self.object, "choices": choices, "usage": usage_of(questions)}
 
-    async def events(
-        self, questions: list[Question], pieces: AsyncGenerator[tuple[int, Piece], None]
-    ) -> AsyncIterator[str]:
+    async def events(self, questions: list[Question], pieces: Pieces) -> AsyncIterator[str]:
         """Yields server-sent events."""
         options = self.asked.stream_options
         begun: set[int] = set()
@@ -56,11 +55,13 @@ class Shape:
             await pieces.aclose()
         yield "data: [DONE]\n\n"
 
+    @abstractmethod
     def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """Returns a whole answer."""
 
+    @abstractmethod
     def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
-        raise NotImplementedError
+        """Yields what a stream says of a piece."""
 
     def written(self, token: int) -> str:
         return self.service.answers.tokenizer.decode([token])
