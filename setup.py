@@ -22,7 +22,7 @@ FOLDER = Path("src/residual_mass/kernels")
 FLAGS = "-std=c++20 -O3 -fno-math-errno -fvisibility=hidden -fPIC -shared -s -Wno-psabi".split()
 TARGETS = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
-    TARGETS["avx2"] = ["-mavx2", "-mfma"]
+    TARGETS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     TARGETS["avx512"] = [*TARGETS["avx2"], *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))]
 
 

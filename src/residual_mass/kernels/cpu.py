@@ -27,8 +27,11 @@ def is_plain() -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Returns whether this CPU multiplies matrices in bfloat16 by instructions of its own, as far as torch knows."""
-    if is_plain():
+    """Returns whether this CPU multiplies matrices in bfloat16 by instructions of its own, as far as torch knows.
+
+    Torch takes them no more where ATEN_CPU_CAPABILITY names fewer instructions than the CPU has.
+    """
+    if is_plain() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     queries = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, query, bool)() for query in queries)

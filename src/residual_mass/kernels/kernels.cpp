@@ -3,6 +3,7 @@
 
 #include "full.hpp"
 #include "pack.hpp"
+#include "products.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -23,7 +24,7 @@ static int64_t with_width(int width, F f) {
 }
 
 // What `library.py` asks for: another number whenever the meaning of an argument or of `Buffers` changes.
-EXPORT int interface() { return 4; }
+EXPORT int interface() { return 5; }
 
 // Whether heads of this dimension are served.
 EXPORT int serves(int width) {
@@ -37,7 +38,7 @@ EXPORT int serves(int width) {
 EXPORT int target() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return avx2 ? 1 + (wide && __builtin_cpu_supports("avx512vnni")) : 0;
 #else
@@ -167,6 +168,47 @@ EXPORT int64_t clusters(int64_t width, int64_t threads, int64_t units, int64_t n
       cluster<D>(tokens.keys, n, parts, sampled, rounds, order + (size_t)u * n, own, work + u * work_size);
       summarise<D>(tokens, own, parts, work + u * work_size, mean_values + (size_t)u * parts * D, covariance + (size_t)u * D * D, variance + (size_t)u * D);
     });
+    return 0;
+  });
+}
+
+// Calls f with the number of bits of codes as a constant.
+template <class F>
+static int64_t with_bits(int bits, F f) {
+  switch (bits) {
+    case 4: return f.template operator()<4>();
+    case 5: return f.template operator()<5>();
+    case 6: return f.template operator()<6>();
+    default: return f.template operator()<8>();
+  }
+}
+
+template <class Kernel>
+static int64_t run_product(const Kernel& product, const void* x, bool narrow, const Result& to) {
+  float* memory = (float*)scratch_memory(sizeof(float) * product.size());
+  if (!memory) return -1;
+  product.run(memory, x, narrow, to);
+  return 0;
+}
+
+// Writes the products [M, rows] of activations x [M, columns] with a weight, float32 or bfloat16 (`narrow`), to the first
+// columns of a tensor [M, width]. Returns 0, or -1 without memory.
+EXPORT int64_t multiply(const int32_t* words, const uint16_t* scales, const int32_t* exponents, int rows, int columns, int bits, int group, int middle, int minimums,
+                        const void* x, int count, int narrow, void* to, int width, int threads) {
+  const Weights weights{words, scales, exponents, rows, columns, bits, group, middle, minimums};
+  const Result result{to, (size_t)width, (bool)narrow};
+  return with_bits(bits, [&]<int BITS>() {
+    if (weights.unit() == SPAN) return run_product(Product<BITS, SPAN>{weights, count, threads}, x, narrow, result);
+    return run_product(Product<BITS, SPAN / 2>{weights, count, threads}, x, narrow, result);
+  });
+}
+
+// Writes a weight, a column of all blocks' rows after the other.
+EXPORT int64_t dequantise(const int32_t* words, const uint16_t* scales, const int32_t* exponents, int rows, int columns, int bits, int group, int middle, int minimums,
+                          int narrow, void* to, int threads) {
+  const Weights weights{words, scales, exponents, rows, columns, bits, group, middle, minimums};
+  return with_bits(bits, [&]<int BITS>() -> int64_t {
+    dequantise_all<BITS>(weights, threads, Result{to, (size_t)weights.blocks() * ROWS_OF_BLOCK, (bool)narrow});
     return 0;
   });
 }

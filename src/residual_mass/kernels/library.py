@@ -12,7 +12,7 @@ import functools
 import os
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch  # first: the kernels take the OpenMP runtime that it has loaded
 from torch import Tensor
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
-INTERFACE = 4
+INTERFACE = 5
 """Result of `interface` of a library that was built from these sources."""
 LAYOUT = 4
 """Number of the layout of buffers and of what is told of them, which saved states of packed caches have."""
@@ -34,6 +34,28 @@ ADDRESS_FIELDS = (
     "slots", "gap", "k", "recents", "keys", "scales", "rows", "values", "value_scales", "bounds", "mean_values",
     "slope", "deviations", "recent",
 )  # fmt: skip
+
+
+class Weights(NamedTuple):
+    """A weight [N, K] in codes: integers, which `model.to(dtype)` leaves as they are.
+
+    Shape letters: G = groups of columns; B = blocks of 16 rows, C = spans of 32 columns, both rounded up.
+
+    Attributes:
+        words: [B, C, bits, 16] int32, codes as products.hpp has them.
+        scales: [B, G, 1 or 2, 16] int16, the bits of scales in half precision, and of minimums where there are.
+        exponents: [16 B] int32, of the powers of 2 by which they are multiplied.
+        rows: N.
+        group: columns of a group: a power of 2, from 16 on.
+        middle: the code of 0 where there are no minimums; else 0.
+    """
+
+    words: Tensor
+    scales: Tensor
+    exponents: Tensor
+    rows: int
+    group: int
+    middle: int
 
 
 class Buffers(ctypes.Structure):
@@ -60,6 +82,16 @@ class Library:
         for name in ("attend", "pack", "clusters"):
             getattr(own, name).restype = ctypes.c_int64
         own.attend.argtypes = [ctypes.c_void_p, Views, *(6 * [ctypes.c_int]), ctypes.c_float]
+        weights = [*(3 * [ctypes.c_void_p]), *(6 * [ctypes.c_int])]
+        own.multiply.restype = own.dequantise.restype = ctypes.c_int64
+        own.multiply.argtypes = [
+            *weights,
+            ctypes.c_void_p,
+            *(2 * [ctypes.c_int]),
+            ctypes.c_void_p,
+            *(2 * [ctypes.c_int]),
+        ]
+        own.dequantise.argtypes = [*weights, ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Library:
         return self
@@ -86,6 +118,28 @@ class Library:
         if done < 0:
             raise MemoryError("no memory is left for the attention of a packed cache")
         return bool(done)
+
+    def multiply(self, weights: Weights, x: Tensor, output: Tensor) -> None:
+        """Writes the products [M, N] of x [M, K] with a weight, a part of the columns of a tensor; both float32 or both
+        bfloat16.
+        """
+        given = (*self._weights(weights, x.shape[1]), x.data_ptr(), len(x), x.dtype == torch.bfloat16)
+        done = self._functions.multiply(*given, output.data_ptr(), output.stride(0), torch.get_num_threads())
+        if done < 0:
+            raise MemoryError("no memory is left for a product of packed weights")
+
+    def dequantise(self, weights: Weights, by_column: Tensor) -> None:
+        """Writes a weight [K, N rounded up to a block], float32 or bfloat16."""
+        narrow = by_column.dtype == torch.bfloat16
+        given = self._weights(weights, len(by_column))
+        self._functions.dequantise(*given, narrow, by_column.data_ptr(), torch.get_num_threads())
+
+    @staticmethod
+    def _weights(weights: Weights, columns: int) -> tuple[int, ...]:
+        """Returns what the kernels take of a weight [N, K], in the order of `Weights` in products.hpp."""
+        words, scales, exponents, rows, group, middle = weights
+        addresses = words.data_ptr(), scales.data_ptr(), exponents.data_ptr()
+        return *addresses, rows, columns, words.shape[2], group, middle, scales.shape[2] - 1
 
     def call(self, name: str, *arguments: int | Tensor | Views | None) -> None:
         """Runs `pack` or `clusters` of kernels.cpp."""

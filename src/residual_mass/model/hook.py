@@ -139,7 +139,6 @@ def _attention_with_sinks(
     return output[:, 1:] if causal else output
 
 
-@torch.library.custom_op("residual_mass::attend", mutates_args=())
 def attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
     """Computes the attention of a layer of the text whose call runs in this thread; opaque to `torch.compile`.
 
@@ -152,7 +151,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) 
     return running.text.attend(layer, query, key, value, scale).contiguous()
 
 
-@attend.register_fake
+# Not `custom_op`, whose wrapper takes as long as a small kernel.
+torch.library.define(
+    "residual_mass::attend", "(Tensor query, Tensor key, Tensor value, int layer, float scale) -> Tensor"
+)
+torch.library.impl("residual_mass::attend", "default")(attend)
+
+
+@torch.library.register_fake("residual_mass::attend")
 def _(query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float) -> Tensor:
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
 
@@ -169,7 +175,7 @@ def _dispatch(
     if torch.compiler.is_compiling() and attention_mask is not None and attention_mask.numel() == len(query):
         # A text of ours, whose prompt was read by the other way, which checks the options.
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, module.layer_idx, scale), None
+        return torch.ops.residual_mass.attend(query, key, value, module.layer_idx, scale), None
     return _computed(module, query, key, value, attention_mask, scaling, **options)
 
 

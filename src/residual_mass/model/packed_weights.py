@@ -16,19 +16,14 @@ from transformers.pytorch_utils import Conv1D
 
 from residual_mass.kernels.cpu import has_bfloat16
 from residual_mass.model.memory import give_back_memory
-from residual_mass.model.packed_linear import (
-    GROUPS,
-    Linear4,
-    Linear8,
-    PackedEmbedding,
-    PackedHead,
-    PackedLinear,
-    layout_here,
-)
-from residual_mass.model.weight_codes import lies_on_grids
+from residual_mass.model.packed_linear import PackedEmbedding, PackedHead, PackedLinear
+from residual_mass.model.weight_codes import Codes, codes_of_4_bits, codes_of_8_bits, lies_on_grids
 
 log = logging.getLogger(__name__)
 
+GROUPS = (32, 64, 128, 256)
+"""Weights with a scale that can be asked for."""
+HEAD_GROUP = 32
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of layers that choose experts. Rounding them would change which weights are read, and they are small."""
 FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
@@ -46,12 +41,11 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
     8 bits in any case. How many layers kept their codes, how many were rounded, and by how much, is then in
     `model.packed_weights`.
 
-    With 8 bits, every output feature has a scale; with 4, every group of input features has a scale and a zero. Weights
-    that were dequantised from grids of 16 levels (GGUF files in Q4_0, Q4_1 or Q4_K) keep their codes.
+    Every group of input features of an output feature has a scale, and a minimum with 4 bits. Weights that were
+    dequantised from grids of 16 levels (GGUF files in Q4_0, Q4_1 or Q4_K), or from Q8_0, keep their codes.
 
-    Products of up to 32 rows (16 in 8 bits) round activations and outputs to bfloat16, whatever the dtype of the model.
-    Of up to 16 rows, the 256 best logits of the head are computed again, and logits are in float32 (in float64 if the
-    model is), in a model in bfloat16, too.
+    Products round activations to 16 bits by group, and add in float32; in a model in float64, weights are dequantised
+    for exact products. Logits are in float32 (in float64 if the model is), in a model in bfloat16, too.
 
     What is not packed is then in bfloat16 if the CPU has instructions for it, with the exceptions that transformers
     makes, as if the model had been loaded in bfloat16; a model in float64 stays in float64. Embeddings, routers,
@@ -60,9 +54,9 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
 
     Args:
         bits: 4 or 8.
-        group: weights with a scale and a zero in 4 bits: 32, 64, 128 or 256.
-        mixed: with 4 bits, packs layers that were dequantised from codes which groups of `group` cannot keep (Q5, Q6_K
-            and Q8_0 in GGUF files) in 8 bits, or in groups of 32, whichever is nearer. False packs every layer alike.
+        group: weights with a scale: 32, 64, 128 or 256; those of the head are 32.
+        mixed: with 4 bits, packs layers that were dequantised from codes which groups of `group` cannot keep in groups
+            of 32, if these can, or in 8 bits (Q5, Q6_K and Q8_0 in GGUF files). False packs every layer alike.
 
     Returns:
         The same model.
@@ -82,8 +76,6 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
     shared = head is not None and type(embedding) is nn.Embedding and head.weight is embedding.weight
     shared = shared and is_plain(embedding)
     places = places_of(model)
-    if bits == 4:
-        layout_here()
     before = bytes_of(model.modules())
     layers = []
     for names in places:
@@ -91,9 +83,11 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
         weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
         if layer is head:
             untie(model)
-            new = PackedHead(weight, layer.bias)
+            codes = codes_of_8_bits(weight, HEAD_GROUP)
         else:
-            new = packed(weight, layer.bias, bits, group, mixed)
+            codes = codes_of(weight, bits, group, mixed)
+        kind = PackedHead if layer is head else PackedLinear
+        new = kind(codes, weight.shape[1], layer.bias, weight.dtype)
         layers.append(new)
         for name in names:
             model.set_submodule(name, new.eval())
@@ -117,15 +111,16 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
     return model
 
 
-def packed(weight: Tensor, bias: nn.Parameter | None, bits: int, group: int, mixed: bool) -> PackedLinear:
-    """Packs one weight [N, K], as `pack_weights` says."""
+def codes_of(weight: Tensor, bits: int, group: int, mixed: bool) -> Codes:
+    """Returns the codes of one weight [N, K], as `pack_weights` says."""
     if bits == 8:
-        return Linear8(weight, bias)
-    layer = Linear4(weight, bias, group)
-    if not mixed or layer.kept or not lies_on_grids(weight):
-        return layer
-    fine = layer if group == GROUPS[0] else Linear4(weight, bias, GROUPS[0])
-    return min(Linear8(weight, bias), fine, key=lambda each: each.error)
+        return codes_of_8_bits(weight, group)
+    codes = codes_of_4_bits(weight, group)
+    if codes.kept or not mixed or not lies_on_grids(weight):
+        return codes
+    if group > GROUPS[0]:
+        codes = codes_of_4_bits(weight, GROUPS[0])
+    return codes if codes.kept else codes_of_8_bits(weight, GROUPS[0])
 
 
 def summary_of(layers: list[PackedLinear]) -> str:
@@ -191,8 +186,8 @@ def settle_rest(model: PreTrainedModel, copy: bool) -> None:
     fast = has_bfloat16()
     wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     for module in model.modules():
-        if fast and isinstance(module, PackedEmbedding) and module.like.dtype != torch.float64:
-            module.to(torch.bfloat16)
+        if fast and isinstance(module, (PackedLinear, PackedEmbedding)) and module.like.dtype != torch.float64:
+            module.like = module.like.to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         dtype = parameter.dtype
         if fast and dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):

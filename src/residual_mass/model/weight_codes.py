@@ -1,8 +1,9 @@
-"""Codes of weights: 4 bits on a grid of 16 levels by group, or 8 bits on one grid by row.
+"""Codes of weights by groups of columns: 4 bits on a grid of 16 levels, or 8 bits around 0.
 
-A weight of 4 bits is (code - 8) * scale + zero, with codes from 0 to 15; one of 8 bits is code * scale, with codes from
--127 to 127. Scales and zeros are in bfloat16. Weights that lie on grids of 16 levels already, as those of a GGUF file
-in Q4_0, Q4_1 or Q4_K that was dequantised, keep their codes, so that nothing but scale and zero is rounded.
+A weight is (code - middle) * scale, or code * scale + minimum. Scales and minimums are in half precision, times a power
+of 2 for each row, so that their range does not matter. Weights that lie on grids of 16 levels already, as those of a
+GGUF file in Q4_0, Q4_1 or Q4_K that was dequantised, keep their codes, so that nothing but scale and minimum is
+rounded, and those of Q4_0 and Q4_1 not even these. So do those of Q8_0.
 
 Errors are relative: the root mean square of what weights are off by, over that of the weights.
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 LEVELS = 16
 MIDDLE = 8
-"""The code that stands for `zero` alone."""
+"""The code of 0 in Q4_0."""
 PART = 2**18
 """Weights that are looked at together: they fit a processor's cache."""
 SAMPLE = 128
@@ -29,77 +30,132 @@ STEPS_FROM_ZERO = 128
 """Most steps between 0 and a weight on a grid that has 0: those of Q8_0 have 127, those of Q6_K 32."""
 STEPS_FROM_LOWEST = 31
 """Most steps between two weights on any other grid: those of Q5_1 and Q5_K."""
+SPARE = 8
+"""Bits of the largest scale or minimum of a row that are above 1: others are as precise if up to 2^22 times smaller."""
 
 
-class Codes4(NamedTuple):
-    """Weights in 4 bits.
+class Codes(NamedTuple):
+    """A weight [N, K] in codes.
 
     Attributes:
-        codes: [N, G * g] float32, whole numbers from 0 to 15; those beyond K repeat the last.
-        scale, zero: [N, G] bfloat16.
+        codes: [N, G * g] uint8; those beyond K repeat the last column's.
+        scales: [N, G, 1 or 2] float16: scale, and minimum where there is one.
+        exponents: [N] int32, of the powers of 2 by which scales and minimums are multiplied.
+        bits: of a code.
+        group: g.
+        middle: the code of 0, where there is no minimum; else 0.
         kept: whether the weights were dequantised from these codes.
         error: relative.
     """
 
     codes: Tensor
-    scale: Tensor
-    zero: Tensor
+    scales: Tensor
+    exponents: Tensor
+    bits: int
+    group: int
+    middle: int
     kept: bool
     error: float
 
 
-class Codes8(NamedTuple):
-    """Weights in 8 bits.
-
-    Attributes:
-        codes: [N, K] int8.
-        scale: [N] bfloat16.
-        error: relative.
-    """
-
-    codes: Tensor
-    scale: Tensor
-    error: float
-
-
-def codes_of_4_bits(weight: Tensor, group: int) -> Codes4:
+def codes_of_4_bits(weight: Tensor, group: int) -> Codes:
     """Rounds a weight [N, K] to 4 bits, or finds the codes from which it was dequantised."""
-    rows, columns = weight.shape
-    last = columns % group
-    wide = weight.detach().float()
-    if last:
-        wide = torch.cat((wide, wide[:, -1:].expand(-1, group - last)), 1)  # changes neither extremes nor grids
-    parts = wide.reshape(-1, group).split(PART // group)
+    parts = _parts(weight, group)
     own = own_codes(parts, torch.finfo(weight.dtype)) if lies_on_grids(weight) else None
-    codes = own or [rounded(part) for part in parts]
-    fits = [fitted(part, part_codes) for part, part_codes in zip(parts, codes, strict=True)]
-    scale, zero = (torch.cat(each).view(rows, -1) for each in zip(*fits, strict=True))
-    grid = torch.cat(codes).view(rows, -1)
-    if last:  # the repeated weights take no part in the fit
-        tail = slice(columns - last, columns)
-        scale[:, -1], zero[:, -1] = fitted(wide[:, tail], grid[:, tail])
-    steps = (grid - MIDDLE).view(rows, -1, group)
-    back = torch.addcmul(zero.float()[..., None], steps, scale.float()[..., None]).view(rows, -1)
-    off = (back - wide)[:, :columns]
-    return Codes4(grid, scale, zero, own is not None, _ratio(off.norm(), wide[:, :columns].norm()))
+    codes = own or [rounded(part.flatten(0, 1)).view_as(part) for part in parts]
+    real = _real_columns(weight, group)
+    fits = [fitted(part, each, real) for part, each in zip(parts, codes, strict=True)]
+    return _joined(weight, parts, codes, fits, bits=4, middle=0, kept=own is not None)
 
 
-def codes_of_8_bits(weight: Tensor) -> Codes8:
-    """Rounds a weight [N, K] to int8 by row."""
-    found = []
-    for part in weight.detach().split(max(1, PART // weight.shape[1])):
-        rows = part.float()
-        scale = (rows.abs().amax(1) / 127).bfloat16()
-        step = scale.float()[:, None]
-        codes = (rows / _divisor(step)).round_().clamp_(-127, 127)
-        off = (codes * step - rows).norm()
-        found.append((codes.to(torch.int8), scale, off[None], rows.norm()[None]))
-    codes, scale, off, size = (torch.cat(each) for each in zip(*found, strict=True))
-    return Codes8(codes, scale, _ratio(off.norm(), size.norm()))
+def codes_of_8_bits(weight: Tensor, group: int) -> Codes:
+    """Rounds a weight [N, K] to 255 levels around 0, the outermost at the largest magnitude of a group."""
+    codes = []
+    fits = []
+    parts = _parts(weight, group)
+    for part in parts:
+        scale = part.abs().amax(-1) / 127
+        exponents = _exponents(scale)
+        scales = _halves(scale, exponents)[..., None]
+        step = _whole(scales, exponents)
+        codes.append((part / _divisor(step)).round_().clamp_(-127, 127) + 128)
+        fits.append((scales, exponents))
+    found = _joined(weight, parts, codes, fits, bits=8, middle=128, kept=False)
+    exact = found.error <= torch.finfo(weight.dtype).eps
+    return found._replace(kept=exact)
 
 
-def _ratio(off: Tensor, size: Tensor) -> float:
-    return float(off / _divisor(size))
+def _parts(weight: Tensor, group: int) -> list[Tensor]:
+    """Returns rows of a weight [N, K] in groups, [n, G, g] float32; the last column fills up the last group, which
+    changes neither extremes nor grids.
+    """
+    columns = weight.shape[1]
+    more = -columns % group
+    parts = []
+    for part in weight.detach().split(max(1, PART // columns)):
+        wide = part.float()
+        if more:
+            wide = torch.cat((wide, wide[:, -1:].expand(-1, more)), 1)
+        parts.append(wide.unflatten(1, (-1, group)))
+    return parts
+
+
+def _real_columns(weight: Tensor, group: int) -> Tensor:
+    """Returns which columns of which groups a weight has, [G, g] in float32."""
+    columns = weight.shape[1]
+    places = torch.arange(columns + -columns % group)
+    return (places < columns).float().view(-1, group)
+
+
+def fitted(groups: Tensor, codes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scales [n, G, 2] in half precision and exponents [n] that bring codes [n, G, g] closest to weights
+    [n, G, g] by least squares over the real columns [G, g].
+
+    The minimum takes up what rounding the scale shifts the mean by.
+    """
+    count = real.sum(-1)
+    mean = (groups * real).sum(-1) / count
+    middle = (codes * real).sum(-1) / count
+    centred = (codes - middle[..., None]) * real
+    slope = (centred * groups).sum(-1) / _divisor(centred.square().sum(-1))
+    exponents = _exponents(torch.maximum(slope.abs(), (mean - middle * slope).abs()))
+    scale = _halves(slope, exponents)
+    minimum = mean - middle * _whole(scale, exponents)
+    return torch.stack((scale, _halves(minimum, exponents)), -1), exponents
+
+
+def _joined(
+    weight: Tensor, parts: list[Tensor], codes: list[Tensor], fits: list[tuple[Tensor, Tensor]],
+    *, bits: int, middle: int, kept: bool,
+) -> Codes:  # fmt: skip
+    """Returns the codes of all parts, with the error of the weight."""
+    off = weight.new_zeros((), dtype=torch.float64)
+    real = _real_columns(weight, parts[0].shape[-1])
+    for part, each, (scales, exponents) in zip(parts, codes, fits, strict=True):
+        factors = _whole(scales, exponents)[:, :, None]
+        back = (each - middle) * factors[..., 0]
+        if scales.shape[-1] == 2:
+            back += factors[..., 1]
+        off += ((back - part) * real).square().sum(dtype=torch.float64)
+    size = sum(part.mul(real).square().sum(dtype=torch.float64) for part in parts)
+    scales, exponents = (torch.cat(each) for each in zip(*fits, strict=True))
+    whole = torch.cat([each.to(torch.uint8) for each in codes]).flatten(1)
+    error = float((off / _divisor(size)).sqrt())
+    return Codes(whole, scales, exponents, bits, parts[0].shape[-1], middle, kept, error)
+
+
+def _exponents(sizes: Tensor) -> Tensor:
+    """Returns the exponents [N] int32 with which the largest of sizes [N, G] keeps `SPARE` bits above 1."""
+    _, exponents = torch.frexp(sizes.amax(-1))  # 0 for 0
+    return (exponents - 1 - SPARE).clamp_(-126, 127)
+
+
+def _halves(numbers: Tensor, exponents: Tensor) -> Tensor:
+    return torch.ldexp(numbers, -exponents[:, None]).half()
+
+
+def _whole(halves: Tensor, exponents: Tensor) -> Tensor:
+    return torch.ldexp(halves.float(), exponents.view(-1, *(1,) * (halves.ndim - 1)))
 
 
 def lies_on_grids(weight: Tensor) -> bool:
@@ -144,33 +200,19 @@ def rounded(groups: Tensor) -> Tensor:
     return codes.round_()
 
 
-def fitted(groups: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns scales and zeros [R] in bfloat16 that bring given codes [R, g] closest to weights [R, g] (least squares).
-
-    The zero takes up what rounding the scale shifts the mean by.
-    """
-    mean = groups.mean(-1)
-    middle = codes.mean(-1)
-    centred = codes - middle[:, None]
-    slope = (centred * groups).sum(-1) / _divisor(centred.square().sum(-1))
-    scale = slope.bfloat16()
-    zero = mean - (middle - MIDDLE) * scale.float()
-    return scale, zero.bfloat16()
-
-
 def _divisor(numbers: Tensor) -> Tensor:
     """Returns the numbers with 1 in place of 0: groups of equal weights have no step."""
     return numbers.masked_fill(numbers == 0, 1)
 
 
-def own_codes(parts: tuple[Tensor, ...], precision: torch.finfo) -> list[Tensor] | None:
-    """Returns the codes of all parts [R, g] by `codes_on_grids`; None unless all lie on grids of 16 levels."""
+def own_codes(parts: list[Tensor], precision: torch.finfo) -> list[Tensor] | None:
+    """Returns the codes of all parts [n, G, g] by `codes_on_grids`; None unless all lie on grids of 16 levels."""
     found = []
     for part in parts:
-        codes = codes_on_grids(part, precision)
+        codes = codes_on_grids(part.flatten(0, 1), precision)
         if codes is None:
             return None
-        found.append(codes)
+        found.append(codes.view_as(part))
     return found
 
 

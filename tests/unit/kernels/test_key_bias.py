@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.needs import KERNELS, needs
+from tests.unit.kernels.conftest import targets
 from tests.unit.kernels.reference import eight, planes
-from tests.unit.kernels.test_steps import check, check_all, drawn, made, step, targets
+from tests.unit.kernels.test_steps import check, check_all, drawn, made, step
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 

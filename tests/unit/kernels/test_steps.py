@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,28 +13,10 @@ from tests.unit.kernels.reference import attended, eight, paired, planes, real_p
 from torch import Tensor
 
 from residual_mass.kernels import LayerCache
-from residual_mass.kernels.library import SWITCH, TARGETS, WIDTHS, Library
+from residual_mass.kernels.library import WIDTHS, Library
 
 pytestmark = needs(KERNELS)
 KINDS = (4, 8, 16)
-
-
-def targets() -> list[Any]:
-    """The instructions that the library would choose here, or those that RESIDUAL_MASS_KERNELS names; with slow tests
-    all that this CPU has.
-    """
-    if not KERNELS.met():
-        return []
-    best = TARGETS.index(Library("portable").best_target())
-    named = os.environ.get(SWITCH)
-    chosen = named if named in TARGETS else TARGETS[best]
-    others = [target for target in TARGETS[: best + 1] if target != chosen]
-    return [chosen, *(pytest.param(target, marks=pytest.mark.slow) for target in others)]
-
-
-@pytest.fixture(params=targets())
-def library(request: pytest.FixtureRequest) -> Library:
-    return Library(request.param)
 
 
 def made(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,72 +20,78 @@ from torch.nn.utils.parametrizations import weight_norm
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, PreTrainedModel
 
 from residual_mass import pack_weights, partial_generate
+from residual_mass.kernels.products import MANY
 from residual_mass.model import packed_weights
-from residual_mass.model.packed_linear import (
-    Linear4,
-    Linear8,
-    PackedEmbedding,
-    PackedHead,
-    PackedLinear,
-    layout_here,
-)
+from residual_mass.model.packed_linear import PackedEmbedding, PackedHead, PackedLinear
+from residual_mass.model.weight_codes import Codes, codes_of_4_bits, codes_of_8_bits
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
+
+
+def codes_of(weight: Tensor, bits: int) -> Codes:
+    return codes_of_4_bits(weight, 32) if bits == 4 else codes_of_8_bits(weight, 32)
+
+
+def packed(weight: Tensor, bits: int, bias: nn.Parameter | None = None, kind: type = PackedLinear) -> PackedLinear:
+    return kind(codes_of(weight, bits), weight.shape[1], bias, weight.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("columns, rows", [(64, 64), (33, 1), (7, 130), (100, 48)])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_products_are_those_of_the_codes(bits: int, columns: int, rows: int, dtype: torch.dtype) -> None:
-    """For few rows of activations and for many, for widths that torch's products do not take, and out of order."""
+    """For few rows of activations and for many, for odd widths, and out of order; in float64 exactly."""
     draw = torch.Generator().manual_seed(columns)
     weight = torch.randn(rows, columns, generator=draw)
     bias = nn.Parameter(torch.randn(rows, generator=draw).to(dtype))
-    layer = Linear4(weight, bias, 32) if bits == 4 else Linear8(weight, bias)
+    layer = packed(weight, bits, bias)
     exact = by_hand(layer)
     torch.testing.assert_close(layer.dequantised(torch.float64), exact, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(layer.weight.double(), exact, rtol=0, atol=2 * torch.finfo(dtype).eps * 4)
-    for count in (1, 5, layer.most_rows, layer.most_rows + 1, 70):
+    torch.testing.assert_close(layer.weight.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(layer.rows(torch.tensor([[rows - 1]]), torch.float64), exact[None, None, -1])
+    for count in (1, 5, 40, MANY):
         x = torch.randn(columns, count, generator=draw).to(dtype).T
         output = layer(x[None])
         assert output.dtype == dtype and output.shape == (1, count, rows)
         expected = F.linear(x.double(), exact, bias.double())
         size = F.linear(x.double().abs(), exact.abs(), bias.double().abs())
-        precision = BF16 if count <= layer.most_rows else min(BF16, torch.finfo(dtype).eps)
+        sixteen_bits = x.double().abs().amax() / 65534 * exact.abs().sum(1) if dtype != torch.float64 else 0
         off = (output[0].double() - expected).abs()
-        assert bool((off <= 4 * precision * size + 1e-12).all())
+        assert bool((off <= 2 * torch.finfo(dtype).eps * size + sixteen_bits + 1e-12).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_best_logits_of_a_head_are_not_rounded(biased: bool, dtype: torch.dtype) -> None:
+def test_logits_of_a_head_are_not_rounded(biased: bool, dtype: torch.dtype) -> None:
     """Logits of 32 to 64 are multiples of 1/4 in bfloat16, so the greatest tie there."""
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(3000, 50, generator=draw) / 10
     weight[:, 0] = 10
     bias = nn.Parameter(torch.randn(3000, generator=draw).to(dtype) / 10) if biased else None
-    head = PackedHead(weight, bias)
-    x = torch.randn(2, 8, 50, generator=draw)
+    head = packed(weight, 8, bias, PackedHead)
+    x = torch.randn(2, 80, 50, generator=draw)
     x[..., 0] = 4
     x = x.to(dtype)
     logits = head(x)
     exact = F.linear(x.double(), head.dequantised(torch.float64), None if bias is None else bias.double())
-    best, ids = exact.topk(100)
     assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(logits.gather(-1, ids).double(), best, rtol=20 * torch.finfo(logits.dtype).eps, atol=0)
-    assert torch.equal(logits.argmax(-1), ids[..., 0])
-    assert not torch.equal(Linear8(weight, bias)(x).argmax(-1), ids[..., 0])
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=4e-4)
+    best, ids = exact.topk(2)
+    clear = best[..., 0] - best[..., 1] > 1e-3
+    assert clear.float().mean() > 0.9 and torch.equal(logits.argmax(-1)[clear], ids[..., 0][clear])
+    if dtype == torch.bfloat16:
+        assert not torch.equal(packed(weight, 8, bias)(x).argmax(-1)[clear], ids[..., 0][clear])
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e30])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_layer_keeps_its_scales_through_conversions(bits: int) -> None:
-    """1e-7 is 0 in float16 steps of 6e-8 at best, and a scale that was rounded there would stay wrong."""
-    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 1e-6
-    layer = Linear4(weight, None, 32) if bits == 4 else Linear8(weight, None)
+def test_a_layer_keeps_its_scales_through_conversions(bits: int, size: float) -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * size
+    layer = packed(weight, bits)
     before = layer.dequantised(torch.float32)
+    torch.testing.assert_close(before, weight, rtol=0, atol=float(weight.abs().max()) / (12 if bits == 4 else 250))
     layer.half().double().to(torch.float32)
     assert torch.equal(layer.dequantised(torch.float32), before)
-    assert layer.scales.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="packed for a CPU, and the model is on meta"):
         layer.to("meta")(torch.ones(1, 64, device="meta"))
 
@@ -130,7 +133,7 @@ MIXED = {"Mamba"}
 @pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
 def test_families(bits: int, family: Family) -> None:
-    """A prompt's logits are those of a model with the weights of the codes; steps have activations in bfloat16."""
+    """In float64, logits are those of a model with the weights of the codes."""
     model = pack_weights(in_float64(family), bits)
     reference = with_weights_of(in_float64(family), model)
     ids = ids_of(40)
@@ -138,8 +141,6 @@ def test_families(bits: int, family: Family) -> None:
     size = float(plain.std())
     if family.name not in MIXED:
         torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=1e-9 * size)
-    few = ids[:, :12]
-    torch.testing.assert_close(model(few).logits, reference(few).logits, rtol=0, atol=0.3 * size)
     assert not torch.equal(in_float64(family)(ids).logits, plain)
 
     model = pack_weights(family.build(), bits)
@@ -162,10 +163,11 @@ def test_tokens_are_those_of_the_exact_product_of_the_head(fast: bool, monkeypat
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     exact = torch.stack(seen, 1).double() @ model.lm_head.dequantised(torch.float64).T
-    best = exact.topk(100).indices
-    off = (torch.stack(made.logits, 1).double() - exact).gather(-1, best).abs().max()
-    assert off < 1e-5 * exact.abs().max()
-    assert torch.equal(made.sequences[:, 20:], exact.argmax(-1))
+    off = (torch.stack(made.logits, 1).double() - exact).abs().max()
+    assert off < 2e-4 * exact.std()
+    best = exact.topk(2).values
+    clear = best[..., 0] - best[..., 1] > 2 * off
+    assert clear.float().mean() > 0.8 and torch.equal(made.sequences[:, 20:][clear], exact.argmax(-1)[clear])
 
 
 def test_falcon_has_a_linear_layer_of_its_own() -> None:
@@ -174,7 +176,7 @@ def test_falcon_has_a_linear_layer_of_its_own() -> None:
         new_decoder_architecture=True,
     )  # fmt: skip
     model = pack_weights(FalconForCausalLM(config).eval())
-    assert isinstance(model.transformer.h[0].self_attention.query_key_value, Linear4)
+    assert model.transformer.h[0].self_attention.query_key_value.bits == 4
     model.generate(ids_of(40), max_new_tokens=4, do_sample=False, eos_token_id=None)
 
 
@@ -185,22 +187,22 @@ def test_the_head_gets_8_bits_and_a_weight_of_its_own() -> None:
     embedding = model.get_input_embeddings().weight.detach().clone()
     assert model.lm_head.weight is model.get_input_embeddings().weight
     assert pack_weights(model) is model
-    assert isinstance(model.lm_head, Linear8) and isinstance(model.model.layers[0].mlp.up_proj, Linear4)
+    assert isinstance(model.lm_head, PackedHead) and model.model.layers[0].mlp.up_proj.bits == 4
     model.tie_weights()
-    assert isinstance(model.lm_head, Linear8) and not model.config.tie_word_embeddings
+    assert isinstance(model.lm_head, PackedHead) and not model.config.tie_word_embeddings
     head = by_hand(model.lm_head)
     torch.testing.assert_close(head, embedding.double(), rtol=0, atol=float(embedding.abs().max()) / 200)
     shared = model.get_input_embeddings()
     assert isinstance(shared, PackedEmbedding) and not list(shared.parameters())
     ids = ids_of(12)
-    torch.testing.assert_close(shared(ids).double(), head[ids], rtol=4 * BF16, atol=0)
+    torch.testing.assert_close(shared(ids).double(), head[ids], rtol=BF16, atol=0)
     torch.testing.assert_close(copy.deepcopy(model).float().get_input_embeddings()(ids), head[ids].float())
     texts = {
         method: partial_generate(model, ids, max_new_tokens=4, method=method, budget=1.0) for method in ("topk", "full")
     }
     assert torch.equal(texts["topk"], texts["full"])
     linear = r"14 linear layers in 4 bits in groups of 32, rounded \(off by 7\.\d+%\)"
-    head = r"1 in 8 bits, rounded \(off by 0\.\d+%\)"
+    head = r"1 in 8 bits in groups of 32, rounded \(off by 0\.\d+%\)"
     assert re.match(rf"{linear}, {head}, 100% of the weights; 0\.1 MiB, 0\.3 before$", model.packed_weights)
 
 
@@ -231,7 +233,7 @@ def test_routers_and_layers_with_hooks_stay() -> None:
     pack_weights(model)
     model(ids_of(4))
     assert type(layer.mlp.router) is nn.Linear and type(layer.mlp.up_proj) is nn.Linear and seen
-    assert isinstance(layer.mlp.gate_proj, nn.Linear) and isinstance(layer.mlp.down_proj, Linear4)
+    assert isinstance(layer.mlp.gate_proj, nn.Linear) and layer.mlp.down_proj.bits == 4
 
 
 CHANGES: dict[str, Callable[[nn.Embedding], object]] = {
@@ -255,7 +257,7 @@ def test_a_tied_embedding_that_does_more_stays_and_has_weights_of_its_own(change
     assert not torch.equal(expected, plain[ids_of(12)])
     pack_weights(model)
     model.tie_weights()
-    assert model.get_input_embeddings() is embedding and isinstance(model.lm_head, Linear8)
+    assert model.get_input_embeddings() is embedding and isinstance(model.lm_head, PackedHead)
     torch.testing.assert_close(embedding(ids_of(12)).float(), expected, rtol=4 * BF16, atol=0)
 
 
@@ -274,7 +276,7 @@ def test_a_module_in_two_places_is_packed_once() -> None:
     first, second = model.model.layers
     second.mlp = first.mlp
     pack_weights(model)
-    assert second.mlp is first.mlp and isinstance(first.mlp.up_proj, Linear4)
+    assert second.mlp is first.mlp and first.mlp.up_proj.bits == 4
 
 
 def test_most_of_the_weights_in_experts_warns() -> None:
@@ -330,46 +332,6 @@ def test_a_layer_compiles_in_one_graph(bits: int) -> None:
             x = torch.randn(1, rows, 64, generator=torch.Generator().manual_seed(0)).to(model.dtype)
             with torch.no_grad():
                 assert torch.equal(compiled(x), layer(x))
-
-
-SCRIPT = """
-import sys, torch
-from residual_mass.model.packed_linear import Linear4, Linear8, layout_here
-draw = torch.Generator().manual_seed(0)
-weight = torch.randn(100, 48, generator=draw)
-layer = Linear4(weight, None, 32)
-for each in (layer, Linear8(weight, None)):
-    x = torch.randn(3, 48, generator=draw).bfloat16()
-    expected = x.double() @ each.dequantised(torch.float64).T
-    assert (each(x) - expected).abs().max() < 0.02 * expected.abs().max()
-print(layout_here())
-state = torch.load(sys.argv[1])
-for load in (lambda: layer.load_state_dict(state), lambda: torch.load(sys.argv[2], weights_only=False)):
-    try:
-        load()
-        print("loaded")
-    except ValueError as error:
-        print(error)
-"""
-
-
-@pytest.mark.slow
-def test_codes_for_another_cpu_are_refused(tmp_path: Path) -> None:
-    layer = Linear4(torch.randn(100, 48), None, 32)
-    torch.save(layer.state_dict(), tmp_path / "state.pt")
-    torch.save(layer, tmp_path / "layer.pt")
-    printed = {}
-    for capability in ("default", "avx2"):
-        run = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(tmp_path / "state.pt"), str(tmp_path / "layer.pt")],
-            env={**os.environ, "ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        layout, *lines = run.stdout.splitlines()
-        same = layout == str(layout_here())
-        for line in lines:
-            assert line == "loaded" if same else line.startswith("the weights were packed for another CPU (blocks of ")
-        printed[capability] = layout
-    assert printed["default"] == "(32, 1)"
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -435,9 +397,9 @@ def test_sharded_weights() -> None:
 
 @pytest.mark.parametrize("rows", [1, 40])
 def test_a_bias_in_another_dtype_than_the_activations_is_added_whatever_the_number_of_rows(rows: int) -> None:
-    layer = Linear8(torch.randn(6, 32), nn.Parameter(torch.randn(6).bfloat16()))
+    layer = packed(torch.randn(6, 32), 8, nn.Parameter(torch.randn(6).bfloat16()))
     x = torch.randn(rows, 32).bfloat16().float()
     output = layer(x)
     assert output.dtype == torch.float32
     exact = F.linear(x, layer.dequantised(torch.float32), layer.bias.float())
-    torch.testing.assert_close(output, exact, rtol=0, atol=0.1)
+    torch.testing.assert_close(output, exact, rtol=0, atol=1e-3)
