@@ -82,16 +82,11 @@ class Library:
         for name in ("attend", "pack", "clusters"):
             getattr(own, name).restype = ctypes.c_int64
         own.attend.argtypes = [ctypes.c_void_p, Views, *(6 * [ctypes.c_int]), ctypes.c_float]
-        weights = [*(3 * [ctypes.c_void_p]), *(6 * [ctypes.c_int])]
-        own.multiply.restype = own.dequantise.restype = ctypes.c_int64
-        own.multiply.argtypes = [
-            *weights,
-            ctypes.c_void_p,
-            *(2 * [ctypes.c_int]),
-            ctypes.c_void_p,
-            *(2 * [ctypes.c_int]),
-        ]
-        own.dequantise.argtypes = [*weights, ctypes.c_int, ctypes.c_void_p, ctypes.c_int]
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        weights = [*(3 * [pointer]), *(6 * [number])]
+        own.multiply.restype = ctypes.c_int64
+        own.multiply.argtypes = [*weights, pointer, number, number, pointer, number, number]
+        own.dequantise.argtypes = [*weights, number, pointer, number]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Library:
         return self
@@ -123,16 +118,18 @@ class Library:
         """Writes the products [M, N] of x [M, K] with a weight, a part of the columns of a tensor; both float32 or both
         bfloat16.
         """
-        given = (*self._weights(weights, x.shape[1]), x.data_ptr(), len(x), x.dtype == torch.bfloat16)
-        done = self._functions.multiply(*given, output.data_ptr(), output.stride(0), torch.get_num_threads())
+        weight = self._weights(weights, x.shape[1])
+        activations = x.data_ptr(), len(x), x.dtype == torch.bfloat16
+        place = output.data_ptr(), output.stride(0)
+        done = self._functions.multiply(*weight, *activations, *place, torch.get_num_threads())
         if done < 0:
             raise MemoryError("no memory is left for a product of packed weights")
 
     def dequantise(self, weights: Weights, by_column: Tensor) -> None:
         """Writes a weight [K, N rounded up to a block], float32 or bfloat16."""
+        weight = self._weights(weights, len(by_column))
         narrow = by_column.dtype == torch.bfloat16
-        given = self._weights(weights, len(by_column))
-        self._functions.dequantise(*given, narrow, by_column.data_ptr(), torch.get_num_threads())
+        self._functions.dequantise(*weight, narrow, by_column.data_ptr(), torch.get_num_threads())
 
     @staticmethod
     def _weights(weights: Weights, columns: int) -> tuple[int, ...]:

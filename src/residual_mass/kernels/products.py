@@ -30,18 +30,25 @@ def packed(codes: Tensor, bits: int, scales: Tensor, exponents: Tensor) -> tuple
     float16 and exponents [N].
     """
     more = -len(codes) % LANES
-    by_block = F.pad(scales, (0, 0, 0, 0, 0, more)).view(torch.int16).unflatten(0, (-1, LANES))  # [B, 16, G, 1 or 2]
-    return words_of(codes, bits), by_block.permute(0, 2, 3, 1).contiguous(), F.pad(exponents, (0, more))
+    padded = F.pad(scales, (0, 0, 0, 0, 0, more))
+    blocks = padded.view(torch.int16).unflatten(0, (-1, LANES))  # [B, 16, G, 1 or 2]
+    by_lane = blocks.permute(0, 2, 3, 1).contiguous()
+    return words_of(codes, bits), by_lane, F.pad(exponents, (0, more))
 
 
 def words_of(codes: Tensor, bits: int) -> Tensor:
     """Returns the words [B, C, bits, 16] of codes [N, K] uint8; what is beyond them has code 0."""
     rows, columns = codes.shape
-    codes = F.pad(codes, (0, -columns % SPAN, 0, -rows % LANES)).to(torch.int32)
-    spans = codes.view(-1, LANES, codes.shape[1] // SPAN, SPAN).permute(0, 2, 3, 1)  # [B, C, 32, 16]
-    words = _filled(spans if bits == 8 else spans & 15, ORDER[8 if bits == 8 else 4])
-    if bits in (5, 6):
-        words = torch.cat((words, _filled(spans >> 4, _order_of_high_bits(bits - 4))), 2)
+    codes = F.pad(codes, (0, -columns % SPAN, 0, -rows % LANES))
+    wide = codes.to(torch.int32)
+    blocks = wide.unflatten(0, (-1, LANES)).unflatten(2, (-1, SPAN))
+    spans = blocks.permute(0, 2, 3, 1)  # [B, C, 32, 16]
+    if bits == 8:
+        return _filled(spans, ORDER[8]).contiguous()
+    words = _filled(spans & 15, ORDER[4])
+    if bits > 4:
+        order = _order_of_high_bits(bits - 4)
+        words = torch.cat((words, _filled(spans >> 4, order)), 2)
     return words.contiguous()
 
 
@@ -66,15 +73,16 @@ def codes_of(words: Tensor, bits: int) -> Tensor:
     codes = _emptied(words[..., :4], ORDER[4]).flatten(-2)
     if bits > 4:
         high = _emptied(words[..., 4:], _order_of_high_bits(bits - 4)).flatten(-2)
-        codes = codes | high << 4
+        codes = codes | (high << 4)
     return codes
 
 
 def _emptied(words: Tensor, order: tuple[int, ...]) -> Tensor:
     """Returns the codes [.., C, 32] of words [.., C, w], whose columns are in an order."""
     width = 32 // len(order)
-    places = torch.tensor([order.index(column) for column in range(len(order))], dtype=torch.int32)
-    return (words[..., None] >> places * width & (1 << width) - 1).flatten(-2)
+    places = [order.index(column) * width for column in range(len(order))]
+    codes = words[..., None] >> torch.tensor(places, dtype=torch.int32)
+    return (codes & (1 << width) - 1).flatten(-2)
 
 
 def rows_of(weights: Weights, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
@@ -82,12 +90,13 @@ def rows_of(weights: Weights, rows: Tensor, columns: int, dtype: torch.dtype) ->
     block = rows // LANES
     lane = rows % LANES
     bits = weights.words.shape[2]
-    codes = codes_of(weights.words[block, :, :, lane], bits)[..., :columns]
-    wide_dtype = torch.promote_types(dtype, torch.float32)
-    scales = weights.scales[block, :, :, lane].view(torch.float16).to(wide_dtype)  # [.., G, 1 or 2]
-    scales = torch.ldexp(scales, weights.exponents[rows][..., None, None])
+    codes = codes_of(weights.words[block, :, :, lane], bits)
+    steps = (codes - weights.middle)[..., :columns]
+    halves = weights.scales[block, :, :, lane].view(torch.float16)  # [.., G, 1 or 2]
+    exponents = weights.exponents[rows][..., None, None]
+    scales = torch.ldexp(halves.to(torch.promote_types(dtype, torch.float32)), exponents)
     wide = scales.repeat_interleave(weights.group, -2)[..., :columns, :]
-    numbers = (codes - weights.middle).to(wide_dtype) * wide[..., 0]
+    numbers = steps * wide[..., 0]
     if wide.shape[-1] == 2:
         numbers = numbers + wide[..., 1]
     return numbers.to(dtype)
