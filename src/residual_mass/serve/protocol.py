@@ -181,7 +181,7 @@ class ChatRequest(Sampled):
     """A request to /v1/chat/completions."""
 
     IGNORED = COMMON_IGNORED | {
-        "parallel_tool_calls": "calls are the model's own text",
+        "parallel_tool_calls": "the model alone decides how many it writes",
         "verbosity": "is for other models",
         "reasoning_effort": "is for other models: a template's own switch goes into chat_template_kwargs",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,13 @@ def test_null_is_the_default_of_every_field(asking: Asking, path: str) -> None:
 
 
 def test_the_fields_are_on_the_page_of_the_interface(asking: Asking) -> None:
-    paths = json.loads(asking.http.get("/openapi.json").text)["paths"]
+    text = asking.http.get("/openapi.json").text
+    page = json.loads(text)
+    schemas = page["components"]["schemas"]
     for path, (kind, _) in KINDS.items():
-        schema = paths[f"/v1/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        body = page["paths"][f"/v1/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = schemas[body["$ref"].removeprefix("#/components/schemas/")]
         assert schema["properties"].keys() == kind.model_fields.keys()
         assert issubclass(kind, Sampled) and schema["additionalProperties"] is False
+    assert set(re.findall(r'"\$ref":"#/components/schemas/(\w+)"', text)) <= schemas.keys()
+    assert text.count('"$ref"') == text.count('"$ref":"#/components/schemas/')
