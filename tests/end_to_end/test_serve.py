@@ -249,6 +249,23 @@ def test_caches_outlive_the_server(printable: Path, tmp_path: Path) -> None:  # 
     assert listening is None or f"127.0.0.1:{second.port}" in listening.stdout
 
 
+def test_a_killed_server_gives_the_same_texts_again(printable: Path, tmp_path: Path) -> None:  # noqa: F811
+    """From what had left its memory; also where the kill, or a full disk, cut files short."""
+    flags = ("--keep", str(tmp_path / "kept"), "--memory", "1")
+    talks = [[{"role": "user", "content": f"{name} asks. " * 80}] for name in ("Ada", "Bob", "Eve", "Dan")]
+    found = []
+    for cut in (False, False, True):
+        server = Server(printable, tmp_path, *flags)
+        files = sorted((tmp_path / "kept").rglob("*.safetensors"))
+        for file in files[::2] if cut else ():
+            file.write_bytes(file.read_bytes()[:1000])
+        found.append([server.ask(talk, max_tokens=20) for talk in talks])
+        kept = [read[1] for read in server.reads(len(talks))]
+        next(iter(server.client.chat.completions.create(messages=QUESTION, model="printable", stream=True)))
+        server.stop(signal.SIGKILL)
+    assert found[0] == found[1] == found[2] and any(kept)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_busy_server_ends_in_seconds_and_saves(
     printable: Path, tmp_path: Path, number: signal.Signals  # noqa: F811

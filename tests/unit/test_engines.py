@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import importlib
 import json
 import subprocess
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.conftest import tiny_llama
+from tests.conftest import byte_tokenizer, tiny_llama
 from tests.needs import KERNELS, needs
 
 ROOT = Path(__file__).parents[2]
@@ -184,3 +186,38 @@ def test_the_table_of_engines(
     assert ours["equal tokens"] == exact["equal tokens"] == "all 3" and other["equal tokens"] == "1, 0.25"
     assert (other["step (fastest), ms"], other["second turn, s"], long["equal tokens"]) == ("60.0 (40.0)", "", "")
     assert (turns["step (fastest), ms"], turns["second turn, s"], turns["to load, s"]) == ("", "1.50", "2.5")
+
+
+# ---- servers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(engines: types.ModuleType) -> types.ModuleType:
+    return importlib.import_module("server")
+
+
+def test_the_table_of_servers_has_the_least_of_the_runs(server: types.ModuleType) -> None:
+    found = {"ours": [[(9.0, 5.0), (2.0, 0.5)], [(8.0, 6.0), (1.0, 0.75)]], "other": [[(3.0, 3.0), (0.5, 0.25)]]}
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in server.table(found).splitlines()]
+    assert rows[0] == ["side", "question 1", "question 2"]
+    assert rows[2:] == [["ours", "8.00 (5.00)", "1.00 (0.50)"], ["other", "3.00 (3.00)", "0.50 (0.25)"]]
+
+
+@pytest.mark.slow
+@needs(KERNELS)
+def test_a_server_is_asked_and_ended(server: types.ModuleType, model: Path, tmp_path: Path) -> None:
+    """A further question about a text takes less of the CPU, and a server that does not start is told."""
+    byte_tokenizer().save_pretrained(model)
+    options = argparse.Namespace(threads=1, limit=120)
+    words = [sys.executable, "-m", "residual_mass", "serve"]
+    text = (TEXT * 6)[:1700]
+    with contextlib.ExitStack() as stack:
+        ask = server.served([*words, str(model)], options, stack)
+        ask(TEXT)
+        (first, first_cpu), (_, next_cpu) = ask([*text, 5]), ask([*text, 6])
+        assert 0 < first and next_cpu < first_cpu
+        stack.close()
+        with pytest.raises(OSError):
+            ask(TEXT)
+        with pytest.raises(SystemExit, match="no such folder"):
+            server.served([*words, str(tmp_path / "nothing")], options, stack)

@@ -63,6 +63,7 @@ class Question:
         number: of the answer among those to the same prompt.
         top: likeliest tokens to report; None without logarithms.
         keep: whether kept beginnings are used, and the text is kept.
+        special: whether the answer's text has special tokens, but for the one that ends it.
         cached: tokens of the prompt that were not read anew, known once the answer begins.
         generated: number of new tokens so far.
     """
@@ -74,6 +75,7 @@ class Question:
     number: int = 0
     top: int | None = None
     keep: bool = True
+    special: bool = False
     cached: int = 0
     generated: int = 0
 
@@ -170,7 +172,7 @@ class Answers:
         sampling = question.sampling
         grammar = sampling.grammar
         generator = sampling.generator(question.number)
-        writer = Writer(self.tokenizer, question.stops)
+        writer = Writer(self.tokenizer, question.stops, question.special)
         while True:
             if left():
                 raise Left
@@ -226,12 +228,16 @@ def log_prob(logits: Tensor, token: int, top: int) -> LogProb:
 class Writer:
     """Turns tokens into text as soon as it is certain: characters are whole, and no stop string has begun.
 
+    Args:
+        special: whether special tokens are part of the text.
+
     Attributes:
         stopped: whether a stop string has come; it and what follows is no part of the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], special: bool = False) -> None:
         self.tokenizer = tokenizer
+        self.special = special
         self.stops = stops
         self.stopped = False
         self.ids: list[int] = []
@@ -275,7 +281,7 @@ class Writer:
         return held[: len(held) - begun]
 
     def _decoded(self, start: int, end: int) -> str:
-        return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=True)
+        return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=not self.special)
 
 
 def overlap(text: str, stop: str) -> int:

@@ -19,8 +19,10 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.datastructures import Headers
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic.json_schema import models_json_schema
 
 from residual_mass.serve.answers import Answers, LogProb, Piece, Question, answer_of
+from residual_mass.serve.calls import Parts
 from residual_mass.serve.protocol import Bad, ChatRequest, CompletionRequest, Sampled, read
 from residual_mass.serve.responses import ResponsesRequest, chat_of, response_body, response_events
 from residual_mass.serve.service import Service
@@ -32,6 +34,9 @@ Asgi = Callable[..., Awaitable[Any]]
 MOST_BYTES = 32 * 2**20
 """Longest body of a request."""
 RETRY_SECONDS = 5
+COMPONENT = "#/components/schemas/{model}"
+"""Where the OpenAPI page has the schema of a class."""
+STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 LOCAL_NAMES = {"localhost", "127.0.0.1", "::1"}
 
@@ -86,14 +91,13 @@ def build(service: Service, access: Access, closing: Callable[[], None]) -> Fast
 
     app = FastAPI(title=f"{service.name}, {service.served_by}", lifespan=lifespan, docs_url=None, redoc_url=None)
     routes = Routes(service)
-    body = {"required": True}
     for path, endpoint, kind in (
         ("/v1/chat/completions", routes.chat, ChatRequest),
         ("/v1/completions", routes.completions, CompletionRequest),
         ("/v1/responses", routes.responses, ResponsesRequest),
     ):
-        schema = {"application/json": {"schema": kind.model_json_schema()}}
-        app.post(path, openapi_extra={"requestBody": body | {"content": schema}})(endpoint)
+        body = {"application/json": {"schema": {"$ref": COMPONENT.format(model=kind.__name__)}}}
+        app.post(path, openapi_extra={"requestBody": {"required": True, "content": body}}, responses=STREAM)(endpoint)
     app.get("/v1/models")(routes.models)
     app.get("/v1/models/{name:path}")(routes.model)
     app.get("/health")(routes.health)
@@ -110,7 +114,18 @@ def build(service: Service, access: Access, closing: Callable[[], None]) -> Fast
         allow_methods=["GET", "POST", "OPTIONS"],
         allow_headers=["*"],
     )
+    components = app.openapi().setdefault("components", {})  # the page that is served from now on
+    components["schemas"] = components.get("schemas", {}) | bodies(service.name)
     return app
+
+
+def bodies(model: str) -> dict[str, Any]:
+    """Returns the JSON schemas of requests to a model and of their parts, by name."""
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest)
+    _, found = models_json_schema([(kind, "validation") for kind in kinds], ref_template=COMPONENT)
+    for kind in kinds:
+        found["$defs"][kind.__name__]["properties"]["model"] = {"enum": [model, None]}
+    return dict(found["$defs"])
 
 
 class Guard:
@@ -199,8 +214,10 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         asked: ChatRequest = await self._read(request, ChatRequest)
         ids = await to_thread.run_sync(self.service.prompts.of_chat, asked)
-        questions = await to_thread.run_sync(self.service.questions, asked, [ids])
-        shape = ChatShape(self.service, asked)
+        tokenizer, tools = self.service.answers.tokenizer, self.service.prompts.tools_of(asked) or []
+        parts = partial(Parts, tokenizer, ids, tools) if self.service.has_parts(asked) else None
+        questions = await to_thread.run_sync(self.service.questions, asked, [ids], parts is not None)
+        shape = ChatShape(self.service, asked, parts)
         return await self._answered(request, asked, questions, shape)
 
     async def completions(self, request: Request) -> Response:

@@ -42,13 +42,10 @@ class Prompts:
             raise Bad(f"{self.name} has no chat template: send a text to /v1/completions", "messages")
         messages = [plain(message, place) for place, message in enumerate(request.messages)]
         self._require_short("messages", sum(len(str(message)) for message in messages))
-        tools = None
-        if request.tools and request.tool_choice != "none":
-            tools = [tool.model_dump() for tool in request.tools]
         try:
             text = self.tokenizer.apply_chat_template(
                 messages,
-                tools=tools,
+                tools=self.tools_of(request),
                 tokenize=False,
                 add_generation_prompt=True,
                 **(request.chat_template_kwargs or {}),
@@ -56,6 +53,12 @@ class Prompts:
         except Exception as error:  # a template can do anything with what a client sends
             raise Bad(f"messages: the model's chat template refuses them: {error}", "messages") from None
         return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids, "messages")
+
+    def tools_of(self, request: ChatRequest) -> list[dict[str, Any]] | None:
+        """Returns the tools that a model is told of; None for none."""
+        if not request.tools or request.tool_choice == "none":
+            return None
+        return [tool.model_dump() for tool in request.tools]
 
     def of_completion(self, request: CompletionRequest) -> list[list[int]]:
         """Returns the ids of each prompt.

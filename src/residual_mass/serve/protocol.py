@@ -5,9 +5,10 @@ A field that is not listed here is refused. docs/serve.md prints the tables.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 SEED = 2**63
 MOST_TEXTS = 16
@@ -45,7 +46,17 @@ class Bad(ValueError):
 
 
 class Closed(BaseModel):
+    """An object without other fields than its own, unless they are null: clients send back all that they know of."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        own = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: each for name, each in value.items() if each is not None or name in own}
 
 
 class StreamOptions(Closed):
@@ -113,18 +124,42 @@ class Sampled(Closed):
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
-            raise cls._bad(error) from None
+            raise cls._bad(error, body) from None
 
     @classmethod
-    def _bad(cls, error: ValidationError) -> Bad:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        name = str(first["loc"][0]) if first["loc"] else None
-        if first["type"] == "extra_forbidden":
+    def _bad(cls, error: ValidationError, body: bytes) -> Bad:
+        """Returns what is told of the first mistake. Where several types may stand each has errors of its own: what
+        the client meant is too long or too short alone, or goes wrong deepest within the value.
+        """
+        whole = json.loads(body)
+        found = [(place_of(each, whole), each) for each in error.errors(include_url=False)]
+        first = found[0][0]
+        within = [(place, each) for place, each in found if place[: len(first)] == first]
+        sized = [(place, each) for place, each in within if each["type"] in ("too_long", "too_short")]
+        within = sized or within
+        deepest, chosen = max(within, key=lambda pair: len(pair[0]))
+        place = ".".join(map(str, deepest))
+        name = str(deepest[0]) if deepest else None
+        if chosen["type"] == "extra_forbidden":
             why = cls.REFUSED.get(place, "not a field of this request")
             return Bad(f"{place}: {why}; leave it out", name)
-        message = first["msg"].removeprefix("Value error, ")
+        messages = dict.fromkeys(each["msg"].removeprefix("Value error, ") for at, each in within if at == deepest)
+        message = ", or ".join(messages).replace(", or Input should be", " or")
         return Bad(f"{place}: {message}" if place else message, name)
+
+
+def place_of(error: Any, body: Any) -> tuple[str | int, ...]:
+    """Returns where in a body an error is: pydantic's place without the names of types."""
+    place: list[str | int] = []
+    for part in error["loc"]:
+        if isinstance(body, dict) and part in body:
+            body = body[part]
+        elif isinstance(body, list) and isinstance(part, int):
+            body = body[part]
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue
+        place.append(part)
+    return tuple(place)
 
 
 class TextPart(Closed):
@@ -153,11 +188,7 @@ class Message(Closed):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # What openai's client sends back of an answer, which held nothing.
-    refusal: None = None
-    audio: None = None
-    annotations: list[Any] | None = None
-    function_call: None = None
+    annotations: list[Any] | None = None  # of an answer that is sent back
 
 
 class FunctionTool(Closed):
@@ -181,7 +212,7 @@ class ChatRequest(Sampled):
     """A request to /v1/chat/completions."""
 
     IGNORED = COMMON_IGNORED | {
-        "parallel_tool_calls": "calls are the model's own text",
+        "parallel_tool_calls": "the model alone decides how many it writes",
         "verbosity": "is for other models",
         "reasoning_effort": "is for other models: a template's own switch goes into chat_template_kwargs",
     }
@@ -264,8 +295,6 @@ def without_ignored(kind: type[Sampled], body: bytes) -> bytes:
     Raises:
         Bad: the body is no JSON object.
     """
-    import json
-
     try:
         fields = json.loads(body)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:

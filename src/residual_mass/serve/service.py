@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass, field
 
 from residual_mass.serve.answers import Answers, Question
+from residual_mass.serve.calls import declares_parts
 from residual_mass.serve.prompts import Prompts
-from residual_mass.serve.protocol import Bad, Sampled
+from residual_mass.serve.protocol import Bad, ChatRequest, Sampled
 from residual_mass.serve.sampling import Grammars, Sampling
 from residual_mass.serve.worker import Worker
 
@@ -36,8 +37,17 @@ class Service:
         if name is not None and name != self.name:
             raise Bad(f"model: this server has {self.name} and no other, such as {name!r}", "model", 404)
 
-    def questions(self, request: Sampled, prompts: list[list[int]], keep: bool = True) -> list[Question]:
-        """Returns a question for each answer that is asked for; raises Bad for what cannot be asked."""
+    def has_parts(self, request: ChatRequest) -> bool:
+        """Returns whether an answer can have reasoning and calls of tools beside its text."""
+        form = request.response_format
+        return declares_parts(self.answers.tokenizer) and (form is None or form.type == "text")
+
+    def questions(self, request: Sampled, prompts: list[list[int]], special: bool = False) -> list[Question]:
+        """Returns a question for each answer that is asked for; raises Bad for what cannot be asked.
+
+        Args:
+            special: whether the text of answers has special tokens.
+        """
         if request.stream_options is not None and not request.stream:
             raise Bad("stream_options: they are for streams; leave them out", "stream_options")
         if getattr(request, "top_logprobs", None) is not None and not request.logprobs:
@@ -50,6 +60,6 @@ class Service:
                 sampling = Sampling(request, self.answers.model.generation_config, self.vocabulary, own)
                 limit = self.prompts.room(ids, request.limit)
                 stops = request.stop or []
-                kept = keep and request.cache_prompt is not False
-                questions.append(Question(ids, limit, stops, sampling, number, request.top, kept))
+                kept = request.cache_prompt is not False
+                questions.append(Question(ids, limit, stops, sampling, number, request.top, kept, special))
         return questions

@@ -6,10 +6,11 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 from residual_mass.serve.answers import LogProb, Piece, Question, answer_of
+from residual_mass.serve.calls import Parts
 from residual_mass.serve.protocol import Bad
 from residual_mass.serve.service import Service
 
@@ -72,18 +73,48 @@ class ChatShape(Shape):
     chunk = "chat.completion.chunk"
     prefix = "chatcmpl"
 
+    def __init__(self, service: Service, asked: Any, parts: Callable[[], Parts] | None) -> None:
+        """Parts: makes what finds the parts of an answer; None if all of it is text."""
+        super().__init__(service, asked)
+        self.new_parts = parts
+        self.parts: dict[int, Parts] = {}
+
     def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self.new_parts is not None:
+            deltas, finish = self._parts(number, text, finish)
+            message["content"] = "".join(delta.get("content", "") for delta in deltas)
+            if reasoning := "".join(delta.get("reasoning_content", "") for delta in deltas):
+                message["reasoning_content"] = reasoning
+            if calls := [call for delta in deltas for call in delta.get("tool_calls", ())]:
+                message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+                message["content"] = message["content"] or None
         return {"index": number, "message": message, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
 
     def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
         same = {"index": number, "logprobs": None, "finish_reason": None}
         if first:
             yield {**same, "delta": {"role": "assistant", "content": ""}}
-        if piece.text or piece.logprobs:
-            yield {**same, "delta": {"content": piece.text}, "logprobs": self._logprobs(piece.logprobs)}
-        if piece.finish is not None:
-            yield {**same, "delta": {}, "finish_reason": piece.finish}
+        said, finish = [{"content": piece.text}] if piece.text else [], piece.finish
+        if self.new_parts is not None:
+            said, finish = self._parts(number, piece.text, piece.finish)
+        if piece.logprobs and not said:
+            said = [{"content": ""}]
+        for place, delta in enumerate(said):
+            logprobs = self._logprobs(piece.logprobs) if place == 0 else None
+            yield {**same, "delta": delta, "logprobs": logprobs}
+        if finish is not None:
+            yield {**same, "delta": {}, "finish_reason": finish}
+
+    def _parts(self, number: int, text: str, finish: str | None) -> tuple[list[dict[str, Any]], str | None]:
+        """Returns the deltas of a message that more text of an answer makes, and why it ends."""
+        if number not in self.parts:
+            self.parts[number] = self.new_parts()
+        parts = self.parts[number]
+        deltas = list(parts.add(text))
+        if finish is not None:
+            deltas += parts.rest()
+        return deltas, "tool_calls" if parts.calls and finish == "stop" else finish
 
     def _logprobs(self, logprobs: Any) -> dict[str, Any] | None:
         if self.asked.top is None:

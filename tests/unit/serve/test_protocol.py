@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,32 @@ def test_null_is_the_default_of_every_field(asking: Asking, path: str) -> None:
 
 
 def test_the_fields_are_on_the_page_of_the_interface(asking: Asking) -> None:
-    paths = json.loads(asking.http.get("/openapi.json").text)["paths"]
+    text = asking.http.get("/openapi.json").text
+    page = json.loads(text)
+    schemas = page["components"]["schemas"]
     for path, (kind, _) in KINDS.items():
-        schema = paths[f"/v1/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        body = page["paths"][f"/v1/{path}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = schemas[body["$ref"].removeprefix("#/components/schemas/")]
         assert schema["properties"].keys() == kind.model_fields.keys()
         assert issubclass(kind, Sampled) and schema["additionalProperties"] is False
+    assert set(re.findall(r'"\$ref":"#/components/schemas/(\w+)"', text)) <= schemas.keys()
+    assert text.count('"$ref"') == text.count('"$ref":"#/components/schemas/')
+
+
+def test_a_mistake_is_named_where_it_is(asking: Asking) -> None:
+    """Also within values of several types; null stands for no field everywhere, as in what clients send back."""
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    for path, body, message in [
+        ("chat/completions", {"messages": [{"role": "user", "content": [image]}]}, "messages.0.content.0.type: Input "),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a "),
+        ("chat/completions", {"messages": [*MESSAGES, {"role": "user", "content": "a", "audio": 1}]},
+         "messages.1.audio: not a field of this request; leave it out"),
+        ("chat/completions", {"messages": MESSAGES, "stop": ["a", 5]}, "stop.1: Input should be a valid string"),
+        ("completions", {"prompt": []}, "prompt: List should have at least 1 item"),
+        ("completions", {"prompt": ["a"] * 300}, "prompt: List should have at most 256 items"),
+        ("completions", {"prompt": 5}, "prompt: Input should be a valid string or a valid array"),
+        ("responses", {"input": [{"type": "reasoning", "summary": []}]}, "input.0.role: Field required"),
+    ]:  # fmt: skip
+        assert asking.refusal(path, body)["message"].startswith(message), asking.refusal(path, body)
+    nulls = {"messages": [{**MESSAGES[0], "audio": None, "phase": None}], "max_tokens": 12, "num_beams": None}
+    assert asking.post("chat/completions", nulls)[1]["choices"] == asking.post("chat/completions", CHAT)[1]["choices"]

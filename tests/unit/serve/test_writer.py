@@ -91,3 +91,9 @@ def test_random_bytes_are_the_same_in_a_stream() -> None:
         _, stream = asking.post("completions", {**body, "stream": True})
         text = "".join(event["choices"][0]["text"] for event in events(stream))
         assert text == asking.post("completions", body)[1]["choices"][0]["text"]
+
+
+def test_special_tokens_are_text_where_parts_are_found_by_them() -> None:
+    for special, text in ((False, ""), (True, "<s>")):
+        writer = Writer(byte_tokenizer(), [], special)
+        assert writer.add(0) + writer.rest() == text
