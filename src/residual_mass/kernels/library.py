@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
-INTERFACE = 4
+INTERFACE = 5
 """Result of `interface` of a library that was built from these sources."""
 LAYOUT = 4
 """Number of the layout of buffers and of what is told of them, which saved states of packed caches have."""
@@ -57,9 +57,10 @@ class Library:
         current = hasattr(own, "interface") and own.interface() == INTERFACE
         if not (current and all(map(own.serves, WIDTHS))):
             raise OSError(f"_{target}.so is of another version of this package")
-        for name in ("attend", "pack", "clusters"):
+        for name in ("attend", "prompt", "pack", "clusters"):
             getattr(own, name).restype = ctypes.c_int64
         own.attend.argtypes = [ctypes.c_void_p, Views, *(6 * [ctypes.c_int]), ctypes.c_float]
+        own.prompt.argtypes = [ctypes.c_void_p, Views, *(9 * [ctypes.c_int]), ctypes.c_float]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Library:
         return self
@@ -86,6 +87,11 @@ class Library:
         if done < 0:
             raise MemoryError("no memory is left for the attention of a packed cache")
         return bool(done)
+
+    def prompt(self, held: Buffers | None, tensors: Views, *numbers: float) -> None:
+        """Runs `prompt` of kernels.cpp over the tokens of a cache, or of none, and those of the tensors."""
+        if self._functions.prompt(None if held is None else ctypes.byref(held), tensors, *numbers) < 0:
+            raise MemoryError("no memory is left for the attention of a prompt")
 
     def call(self, name: str, *arguments: int | Tensor | Views | None) -> None:
         """Runs `pack` or `clusters` of kernels.cpp."""
