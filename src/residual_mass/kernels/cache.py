@@ -285,7 +285,7 @@ class LayerCache:
         recents_before = self.recents.tolist()
         slots_before = self.slots.tolist()
         outputs = []
-        at_once = reads_at_once(self.library, self.bits, key.shape[2])
+        at_once = reads_at_once(self.library, self.bits, query)
         if at_once:
             outputs.append(self._read_at_once(query, key, value, scale, threads, log_mass))
         for start in range(0, key.shape[2], BLOCK):

@@ -108,7 +108,9 @@ struct Dense {
     for (int i = 0; i < n; i += 2) {
       memset(copies, 0, sizeof copies);
       for (int j = i; j < std::min(i + 2, n); j++) {
-        copy_row<D>(key, row, head, start + j, (bf16*)to.keys + j * D);
+        bf16 copy[D];
+        copy_row<D>(key, row, head, start + j, copy);
+        memcpy(to.keys + j * (D / 2), copy, sizeof copy);
         copy_row<D>(value, row, head, start + j, copies[j - i]);
       }
       for (int d = 0; d < D; d += W) to.put_value(i / 2, d, paired(widen(copies[0] + d), widen(copies[1] + d)));
@@ -221,10 +223,10 @@ struct PromptTile {
         const int query = p * PANEL + j;
         to.top[j / W][j % W] = LOWEST, to.last[j / W][j % W] = last_key(query);
         if (query >= rows) continue;
-        Word copy[D / P];
+        std::conditional_t<P == 1, float, bf16> copy[D];
         if constexpr (P == 1) read_row<D>(of.query, of.narrow, row, query_head(query), token(query), of.factor, copy);
-        else Dense{of.query, of.query, true}.copy_row<D>(of.query, row, query_head(query), token(query), (bf16*)copy);
-        for (int d = 0; d < D / P; d++) to.query[d * PANEL + j] = copy[d];
+        else Dense{of.query, of.query, true}.copy_row<D>(of.query, row, query_head(query), token(query), copy);
+        for (int d = 0; d < D / P; d++) to.query[d * PANEL + j] = load<Word>(copy + d * P);
       }
     }
   }

@@ -31,17 +31,23 @@ def prompt_library(query: Tensor, key: Tensor, value: Tensor) -> Library | None:
     width = query.shape[3]
     if query.shape[2] < LEAST_TOKENS or width not in WIDTHS or value.shape[3] != width:
         return None
-    if query.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+    if query.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_amx_tile_supported", bool)():
         return None
     library = load()
     return None if library is None or library.target == "portable" else library
 
 
-def reads_at_once(library: Library, bits: int, tokens: int) -> bool:
+def reads_at_once(library: Library, bits: int, query: Tensor) -> bool:
     """Returns whether the tokens of a further turn over a packed cache read it as a prompt is read, in floats; else
-    they do in pieces, by products of codes, which are faster where the CPU multiplies bytes.
+    they do in pieces, by products of codes: where the CPU multiplies bytes these are faster, but for caches in bfloat16
+    where it multiplies pairs of such numbers.
     """
-    return tokens >= LEAST_TOKENS and (bits == 16 or library.target != "avx512")
+    if query.shape[2] < LEAST_TOKENS:
+        return False
+    if library.target != "avx512":
+        return True
+    pairs = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    return bits == 16 and query.dtype == torch.bfloat16 and pairs
 
 
 def prompt_attention(

@@ -13,6 +13,7 @@ from tests.unit.kernels.test_steps import made, targets
 from torch import Tensor
 
 from residual_mass.kernels import LayerCache
+from residual_mass.kernels import cache as kernels_cache
 from residual_mass.kernels.library import WIDTHS, Library
 from residual_mass.kernels.prompt import LEAST_TOKENS, prompt_attention, prompt_library, reads_at_once
 
@@ -147,23 +148,35 @@ def test_nan_is_not_hidden(library: Library) -> None:
     ("bits", "dtype"), [(4, torch.float32), (8, torch.float32), (16, torch.float32), (16, torch.bfloat16)]
 )
 @pytest.mark.parametrize("length", [3, 20, 84, 300])
-def test_a_turn_over_a_packed_cache(library: Library, bits: int, dtype: torch.dtype, length: int) -> None:
-    """To what the cache holds, by its own tokens in pieces, and to the turn exactly; then it holds the turn as well."""
+def test_a_turn_over_a_packed_cache(
+    library: Library, bits: int, dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, also where pieces are faster, to what is held and to the turn exactly; then the cache holds both."""
+    monkeypatch.setattr(kernels_cache, "reads_at_once", lambda *_: True)
     keys, values, query = made(length + 200)
     queries = (query[:, :, None] * torch.linspace(0.5, 1, 200)[:, None]).to(dtype)
     first, more = ([x[:, :, part].to(dtype) for x in (keys, values)] for part in (slice(length), slice(length, None)))
-    cache = LayerCache(library, *first, [0], bits=bits, clusters=4)
-    held = [x.to(dtype) for x in contents(cache)]
+    caches = [LayerCache(library, *first, [0], bits=bits, clusters=4) for _ in range(2)]
+    held = [x.to(dtype) for x in contents(caches[0])]
     log_mass = torch.empty(1, 200, 6)
-    output = cache.read(queries, *more, 0.125, 2, log_mass)
-    assert cache.tokens == [length + 200] and output.dtype == dtype
-    if not reads_at_once(library, bits, 200):
-        return  # by `attend`, whose tests are those of steps
+    output = caches[0].read(queries, *more, 0.125, 2, log_mass)
+    assert output.dtype == dtype
     both = [torch.cat(pair, 2) for pair in zip(held, more, strict=True)]
     expected, expected_mass = reference(queries, *both, 0.125)
     tolerance = 2e-3 if dtype == torch.bfloat16 else 1e-5
     assert float((output - expected).abs().max()) < tolerance * float(values.norm(dim=-1).max())
     assert float((log_mass - expected_mass).abs().max()) < 1e-5 * float(expected_mass.abs().max())
+    monkeypatch.setattr(kernels_cache, "reads_at_once", lambda *_: False)
+    caches[1].read(queries, *more, 0.125)
+    one, other = (cache.state() for cache in caches)
+    assert one[1] == other[1] and all(one[0][name].equal(other[0][name]) for name in one[0])
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_few_tokens_of_a_turn_are_read_in_pieces(library: Library, bits: int) -> None:
+    query, _, _ = prompt(LEAST_TOKENS)
+    assert not reads_at_once(library, bits, query[:, :, 1:])
+    assert reads_at_once(library, bits, query) == (library.target != "avx512")
 
 
 def contents(cache: LayerCache) -> list[Tensor]:
