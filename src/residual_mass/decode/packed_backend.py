@@ -24,9 +24,9 @@ from residual_mass.kernels.library import LAYOUT, WIDTHS
 from residual_mass.methods import Method, method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import packing_of
-from residual_mass.model.hook import exact_attention
+from residual_mass.model.hook import exact_attention, with_sinks
 from residual_mass.model.identity import Identity, difference, identity_of
-from residual_mass.model.layers import attention_layers, device_of, sinks_of, text_config, unwrapped, window_of
+from residual_mass.model.layers import attention_layers, device_of, text_config, unwrapped, window_of
 from residual_mass.model.phi_maps import HeadShape, PhiMaps, read_safetensors, write_safetensors
 from residual_mass.spec.settings import AnchorSpec
 
@@ -338,7 +338,7 @@ class PackedBackend(CacheBackend):
             return output
         if layer.packed.batch > 1:
             raise ValueError("a further turn on a PackedCache takes one prompt, not several")
-        return with_sinks(layer.packed.read, call)
+        return attended(layer.packed.read, call)
 
     def step(self, call: LayerCall) -> Tensor:
         layer = self._layer(call)
@@ -346,11 +346,11 @@ class PackedBackend(CacheBackend):
         count = call.query.shape[2]
         layer.tokens += count
         if count == 1:
-            return with_sinks(layer.packed.step, call)
+            return attended(layer.packed.step, call)
         outputs = []
         for token in range(count):
             new = (x[:, :, token : token + 1] for x in (call.query, call.key, call.value))
-            outputs.append(with_sinks(layer.packed.step, LayerCall(call.module, *new, None, call.scale)))
+            outputs.append(attended(layer.packed.step, LayerCall(call.module, *new, None, call.scale)))
         return torch.cat(outputs, 1)
 
     def take(self, read: Prefill) -> None:
@@ -426,16 +426,6 @@ def packing_refusal(model: PreTrainedModel, method: Method) -> str | None:
     return None
 
 
-def with_sinks(attend: Callable[..., Tensor], call: LayerCall) -> Tensor:
-    """Returns outputs [B, T, Hq, D] of a method of `LayerCache`, with a layer's sinks in the softmax.
-
-    A sink has a logit and no value, so that it is one more term of the denominator.
-    """
-    sinks = sinks_of(call.module)
-    if sinks is None:
-        return attend(call.query, call.key, call.value, call.scale)
-    batch, heads, count, _ = call.query.shape
-    log_mass = torch.empty(batch, count, heads, dtype=torch.float32, device="cpu")
-    output = attend(call.query.float(), call.key, call.value, call.scale, log_mass=log_mass)
-    share = torch.sigmoid(log_mass - sinks.float())
-    return (output * share.unsqueeze(-1)).to(call.query.dtype)
+def attended(attend: Callable[..., Tensor], call: LayerCall) -> Tensor:
+    """Returns outputs [B, T, Hq, D] of a method of `LayerCache`, with a layer's sinks in the softmax."""
+    return with_sinks(attend, call.module, call.query, call.key, call.value, call.scale)

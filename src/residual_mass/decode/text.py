@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_mass.decode.backend import Backend, LayerCall
 from residual_mass.decode.compiled import CompiledStep, logits_of
-from residual_mass.model.hook import configs_of, exact_attention, running, switched
+from residual_mass.model.hook import configs_of, exact_attention, kernel_attention, running, switched
 from residual_mass.model.layers import AttentionWindow, attention_layers, has_recurrent_layers, keeps_states, window_of
 from residual_mass.model.memory import give_back_memory
 from residual_mass.model.rotary import changing_rotations, frequencies_of, frequencies_of_each_call
@@ -261,6 +261,10 @@ class Text:
         keys, values = self.backend.stored(call)
         if mask is not None:
             return exact_attention(module, query, keys, values, mask[..., -keys.shape[2] :], scale)
+        if self.real is None and not window.chunked:
+            output = kernel_attention(module, query, keys, values, scale, window.size)
+            if output is not None:
+                return output
         outputs = []
         for first in range(0, query.shape[2], PIECE):
             # A piece of the queries at a time, so that masks are as wide as a window and a piece, not as the text.

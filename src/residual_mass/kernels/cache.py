@@ -16,6 +16,7 @@ from torch import Tensor
 from residual_mass.kernels.buffers import SIZES, require_buffers, require_places, require_sizes, shapes_of
 from residual_mass.kernels.layout import BLOCK, bytes_read
 from residual_mass.kernels.library import WIDTHS, Buffers, Library, Views, views
+from residual_mass.kernels.prompt import KERNEL_DTYPES, LOG2_E, prompt_attention, reads_at_once
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Integers = TypeVar("Integers", int, Tensor)
@@ -24,9 +25,6 @@ CLUSTER_ROUNDS = 6
 """Rounds of Lloyd's algorithm in the kernels."""
 CLUSTER_SAMPLE = 2048
 """Tokens that Lloyd's algorithm runs on."""
-LOG2_E = 1.4426950408889634
-KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-"""Of keys, values and queries that the kernels read."""
 
 
 def outside_autograd(function: Function) -> Function:
@@ -287,12 +285,18 @@ class LayerCache:
         recents_before = self.recents.tolist()
         slots_before = self.slots.tolist()
         outputs = []
+        at_once = reads_at_once(self.library, self.bits, query)
+        if at_once:
+            outputs.append(self._read_at_once(query, key, value, scale, threads, log_mass))
         for start in range(0, key.shape[2], BLOCK):
             piece = slice(start, start + BLOCK)
             new = [x[:, :, piece] for x in (query, key, value)]
             new_mass = None if log_mass is None else log_mass[:, piece]
             self._make_room(new[1].shape[2], clustered=False)
-            outputs.append(self.attend(*new, scale, threads, new_mass))
+            if at_once:
+                self._take(*new[1:])
+            else:
+                outputs.append(self.attend(*new, scale, threads, new_mass))
         if self.bits == 4:
             for row, (recents, slots) in enumerate(zip(recents_before, slots_before, strict=True)):
                 if int(self.slots[row]) > slots:
@@ -303,6 +307,25 @@ class LayerCache:
         self.counted.copy_(_integers(self.tokens))
         self._set_k()
         return torch.cat(outputs, 1)
+
+    def _read_at_once(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None, log_mass: Tensor | None
+    ) -> Tensor:
+        """Returns the full attention of the tokens of a turn, before they are added."""
+        new = (query, key, value)
+        if query.dtype not in KERNEL_DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+            new = tuple(x.float() for x in new)
+        held = self._addresses()
+        output = prompt_attention(self.library, *new, scale, held=held, threads=threads, log_mass=log_mass)
+        return output.to(query.dtype)
+
+    def _take(self, key: Tensor, value: Tensor) -> None:
+        """Adds tokens [B, H, T, D] for which there is room."""
+        for row, used in enumerate(self.recents.tolist()):
+            place = self.recent[row, :, used : used + key.shape[2]]
+            place[:, :, 0] = key[row]
+            place[:, :, 1] = value[row]
+        self.recents += key.shape[2]
 
     def _write_joined(self, row: int, slots: int, keys: Tensor, values: Tensor) -> None:
         """Writes the blocks of a further turn once more, in clusters.

@@ -4,6 +4,7 @@
 #include "full.hpp"
 #include "pack.hpp"
 #include "products.hpp"
+#include "prompt.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -24,7 +25,7 @@ static int64_t with_width(int width, F f) {
 }
 
 // What `library.py` asks for: another number whenever the meaning of an argument or of `Buffers` changes.
-EXPORT int interface() { return 5; }
+EXPORT int interface() { return 6; }
 
 // Whether heads of this dimension are served.
 EXPORT int serves(int width) {
@@ -128,6 +129,25 @@ EXPORT int64_t attend(const Buffers* buffers, const Views* views, int full, int 
       give<D>(layer, *views, narrow);
       return 1;
     });
+  });
+}
+
+// Causal attention of T tokens, the last ones of C keys of which each sees the last `window`; with the buffers of a cache,
+// also to all tokens that it holds. The new ones are not added to it. The views are those of `attend`, with keys and
+// values [B, H, C, D]. `narrow`: all of them are bfloat16, not float32, but log_mass. Returns 1, or -1 without memory.
+EXPORT int64_t prompt(const Buffers* held, const Views* views, int width, int batch, int heads, int query_heads, int tokens, int keys, int window, int threads, int narrow, float factor) {
+  return with_width(width, [&]<int D>() -> int64_t {
+    const Prompt of{views->query, views->output, views->log_mass, batch, heads, query_heads / heads, tokens, keys, window, narrow != 0, factor};
+    const Dense from{views->key, views->value, narrow != 0};
+    const auto run = [&]<class Word>() -> int64_t {
+      void* memory = scratch_memory(sizeof(PromptScratch<Word, D>) * threads);
+      if (memory) read_prompt<Word, D>(of, held, from, threads, memory);
+      return memory ? 1 : -1;
+    };
+#if VNNI
+    if (narrow && multiplies_pairs() && !(held && held->bits < 16)) return run.template operator()<int32_t>();
+#endif
+    return run.template operator()<float>();
   });
 }
 

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
-INTERFACE = 5
+INTERFACE = 6
 """Result of `interface` of a library that was built from these sources."""
 LAYOUT = 4
 """Number of the layout of buffers and of what is told of them, which saved states of packed caches have."""
@@ -79,7 +79,7 @@ class Library:
         current = hasattr(own, "interface") and own.interface() == INTERFACE
         if not (current and all(map(own.serves, WIDTHS))):
             raise OSError(f"_{target}.so is of another version of this package")
-        for name in ("attend", "pack", "clusters"):
+        for name in ("attend", "prompt", "pack", "clusters"):
             getattr(own, name).restype = ctypes.c_int64
         own.attend.argtypes = [ctypes.c_void_p, Views, *(6 * [ctypes.c_int]), ctypes.c_float]
         pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -87,6 +87,7 @@ class Library:
         own.multiply.restype = ctypes.c_int64
         own.multiply.argtypes = [*weights, pointer, number, number, pointer, number, number]
         own.dequantise.argtypes = [*weights, number, pointer, number]
+        own.prompt.argtypes = [ctypes.c_void_p, Views, *(9 * [ctypes.c_int]), ctypes.c_float]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Library:
         return self
@@ -137,6 +138,11 @@ class Library:
         words, scales, exponents, rows, group, middle = weights
         addresses = words.data_ptr(), scales.data_ptr(), exponents.data_ptr()
         return *addresses, rows, columns, words.shape[2], group, middle, scales.shape[2] - 1
+
+    def prompt(self, held: Buffers | None, tensors: Views, *numbers: float) -> None:
+        """Runs `prompt` of kernels.cpp over the tokens of a cache, or of none, and those of the tensors."""
+        if self._functions.prompt(None if held is None else ctypes.byref(held), tensors, *numbers) < 0:
+            raise MemoryError("no memory is left for the attention of a prompt")
 
     def call(self, name: str, *arguments: int | Tensor | Views | None) -> None:
         """Runs `pack` or `clusters` of kernels.cpp."""

@@ -8,8 +8,9 @@ Shape letters: B = batch rows, Hq / Hkv = query / KV heads, L = tokens, Lq = que
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from residual_mass.kernels.prompt import prompt_attention, prompt_library
 from residual_mass.model.layers import attention_layers, longest_text, sinks_of, text_config, window_of
 
 ATTENTION_NAME = "residual_mass"
@@ -89,7 +91,8 @@ def generation_only(model: PreTrainedModel) -> Iterator[None]:
 def exact_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> Tensor:
-    """Computes the unmodified backbone's attention (scaled_dot_product_attention), with a layer's sinks.
+    """Computes the unmodified backbone's attention, with a layer's sinks: by the compiled kernels for prompts where
+    they serve, else by scaled_dot_product_attention.
 
     Args:
         query: [B, Hq, Lq, D]; key and value: [B, Hkv, L, D].
@@ -98,6 +101,10 @@ def exact_attention(
     Returns:
         [B, Lq, Hq, D].
     """
+    if mask is None and query.shape[2] == key.shape[2]:  # a static cache has free columns
+        output = kernel_attention(module, query, key, value, scaling)
+        if output is not None:
+            return output
     if sinks_of(module) is not None:
         return _attention_with_sinks(module, query, key, value, mask, scaling)
     groups = query.shape[1] // key.shape[1]
@@ -110,6 +117,37 @@ def exact_attention(
         return output.transpose(1, 2).contiguous()
     output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=0.0, scaling=scaling)
     return output
+
+
+def kernel_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None
+) -> Tensor | None:
+    """Computes the attention [B, Lq, Hq, D] of the last Lq of L tokens by the compiled kernels, each to the `window`
+    last tokens up to itself, or to all; None where torch's attention serves.
+    """
+    library = prompt_library(query, key, value)
+    if library is None:
+        return None
+    attend = functools.partial(prompt_attention, library, window=window)
+    return with_sinks(attend, module, query, key, value, scaling)
+
+
+def with_sinks(
+    attend: Callable[..., Tensor], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    """Returns outputs [B, Lq, Hq, D] of an attention that can tell the mass of its softmax terms (`log_mass`), with a
+    layer's sinks in the softmax.
+
+    A sink has a logit and no value, so that it is one more term of the denominator.
+    """
+    sinks = sinks_of(module)
+    if sinks is None:
+        return attend(query, key, value, scaling)
+    batch, heads, count, _ = query.shape
+    log_mass = torch.empty(batch, count, heads, dtype=torch.float32, device="cpu")
+    output = attend(query.float(), key.float(), value.float(), scaling, log_mass=log_mass)
+    share = torch.sigmoid(log_mass - sinks.float())
+    return (output * share.unsqueeze(-1)).to(query.dtype)
 
 
 def _attention_with_sinks(

@@ -124,7 +124,7 @@ def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @needs(COMPILER)
 def test_sanitizers_find_nothing(checkout: Path) -> None:
-    """The tests of steps with libraries that look for reads out of bounds and undefined behaviour."""
+    """The tests of steps and prompts with libraries that look for reads out of bounds and undefined behaviour."""
     sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
     said, made = build(checkout, CXX=f"g++ {sanitizers} -O1 -g")
     assert "_portable.so" in made, said
@@ -132,7 +132,8 @@ def test_sanitizers_find_nothing(checkout: Path) -> None:
         ROOT / "src", checkout / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__"), dirs_exist_ok=True
     )
     runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    tests = "-m pytest -q -p no:cacheprovider -o pythonpath= tests/unit/kernels/test_steps.py -k".split()
+    files = [f"tests/unit/kernels/test_{name}.py" for name in ("steps", "prompt")]
+    tests = [*"-m pytest -q -p no:cacheprovider -o pythonpath=".split(), *files, "-k"]
     sanitized = {"PYTHONPATH": f"{checkout / 'src'}:{ROOT}", "LD_PRELOAD": runtime.stdout.strip()}
     done = subprocess.run(
         [sys.executable, *tests, "not tokens_to_read"],

