@@ -25,7 +25,7 @@ from residual_mass.decode.packed_backend import PackedCache
 
 log = logging.getLogger(__name__)
 
-STRIDE = 256
+STRIDE = 128
 """Tokens between two places at which a text can be gone back to."""
 FAR_STRIDE = 2048
 """The same, more than `NEAR` places before the end of the text."""

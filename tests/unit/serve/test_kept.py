@@ -107,7 +107,7 @@ def test_a_prompt_that_was_not_answered_is_kept_to_its_last_mark(model: PreTrain
     answers = asking.service.answers
     request = CompletionRequest(prompt=ids_of(0, 300))
     (question,) = asking.service.questions(request, [ids_of(0, 300)])
-    checks = iter([False, False, True])  # before each of two pieces, and before the first token
+    checks = iter([False, False, False, True])  # before each of three pieces, and before the first token
     with pytest.raises(Left):
         list(answers.pieces(question, lambda: next(checks)))
     assert lengths(answers.kept) == [256]
