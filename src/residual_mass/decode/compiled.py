@@ -35,6 +35,7 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
+from residual_mass.decode.joined import JoinProducts
 from residual_mass.decode.told import tell_once
 from residual_mass.kernels.cpu import compiler_refusal
 from residual_mass.model.layers import device_of, keeps_states, text_config
@@ -268,8 +269,8 @@ def logits_of(
     return output.logits
 
 
-def options_here() -> dict[str, bool | int]:
-    """Returns options of inductor for this CPU.
+def options_here() -> dict[str, Any]:
+    """Returns options of inductor for this CPU, with our pass over its graph.
 
     Our operation returns what its fake says, so that inductor's checks of every tensor only cost time. The width of
     vectors is what inductor would choose by itself; named, it is a part of the key under which a graph is on disk.
@@ -277,7 +278,8 @@ def options_here() -> dict[str, bool | int]:
     """
     instructions = pick_vec_isa()
     bits = instructions.bit_width() if instructions else 1
-    return {"size_asserts": False, "alignment_asserts": False, "cpp.simdlen": bits}
+    asserts = {"size_asserts": False, "alignment_asserts": False}
+    return asserts | {"cpp.simdlen": bits, "post_grad_custom_pre_pass": JoinProducts()}
 
 
 def _record(model: PreTrainedModel, batch: int) -> Path:

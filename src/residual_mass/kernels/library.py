@@ -115,13 +115,14 @@ class Library:
             raise MemoryError("no memory is left for the attention of a packed cache")
         return bool(done)
 
-    def multiply(self, weights: Weights, x: Tensor, output: Tensor) -> None:
-        """Writes the products [M, N] of x [M, K] with a weight, a part of the columns of a tensor; both float32 or both
-        bfloat16.
+    def multiply(self, weights: Weights, x: Tensor, output: Tensor, first: int = 0) -> None:
+        """Writes the products [M, N] of x [M, K] with a weight to columns of `output`, from `first` on; x and output
+        are contiguous, both float32 or both bfloat16.
         """
-        weight = self._weights(weights, x.shape[1])
-        activations = x.data_ptr(), len(x), x.dtype == torch.bfloat16
-        place = output.data_ptr(), output.stride(0)
+        count, columns = x.shape
+        weight = self._weights(weights, columns)
+        activations = x.data_ptr(), count, x.dtype == torch.bfloat16
+        place = output.data_ptr() + first * output.itemsize, output.shape[1]
         done = self._functions.multiply(*weight, *activations, *place, torch.get_num_threads())
         if done < 0:
             raise MemoryError("no memory is left for a product of packed weights")

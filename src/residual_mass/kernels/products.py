@@ -121,27 +121,53 @@ def multiply(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, rows: 
     Args:
         words and others: of `Weights`.
     """
-    weights = Weights(words, scales, exponents, rows, group, middle)
-    columns = x.shape[-1]
-    count = math.prod(x.shape[:-1])
+    return multiply_several(x, [words], [scales], [exponents], [rows], [group], [middle])
+
+
+def multiply_several(
+    x: Tensor,
+    words: list[Tensor],
+    scales: list[Tensor],
+    exponents: list[Tensor],
+    rows: list[int],
+    groups: list[int],
+    middles: list[int],
+) -> Tensor:
+    """Computes the products [.., the sum of N] of the same activations x [.., K] with several weights, side by side."""
+    weights = list(map(Weights, words, scales, exponents, rows, groups, middles))
+    *shape, columns = x.shape
+    count = math.prod(shape)
     narrow = x.dtype == torch.bfloat16
     library = load()
     if library is None or x.dtype == torch.float64 or (narrow and count >= MANY and has_bfloat16()):
-        return F.linear(x, dequantised(weights, columns, x.dtype))
-    flat = (x if narrow else x.float()).reshape(count, columns).contiguous()
-    output = flat.new_empty(count, rows)
-    library.multiply(weights, flat, output)
-    return output.view(*x.shape[:-1], rows).to(x.dtype)
-
-
-def _like(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, rows: int, group: int, middle: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], rows)
+        return torch.cat([F.linear(x, dequantised(each, columns, x.dtype)) for each in weights], -1)
+    wide = x if narrow else x.float()
+    flat = wide.reshape(count, columns).contiguous()
+    output = flat.new_empty(count, sum(rows))
+    first = 0
+    for each in weights:
+        library.multiply(each, flat, output, first)
+        first += each.rows
+    return output.view(*shape, first).to(x.dtype)
 
 
 # Not `custom_op`, whose wrapper takes as long as a small product.
-torch.library.define(
-    "residual_mass::multiply",
-    "(Tensor x, Tensor words, Tensor scales, Tensor exponents, int rows, int group, int middle) -> Tensor",
-)
-torch.library.impl("residual_mass::multiply", "CPU")(multiply)
-torch.library.register_fake("residual_mass::multiply")(_like)
+OPERATIONS = {
+    multiply: "(Tensor x, Tensor words, Tensor scales, Tensor exponents, int rows, int group, int middle) -> Tensor",
+    multiply_several: "(Tensor x, Tensor[] words, Tensor[] scales, Tensor[] exponents, int[] rows, int[] groups, "
+    "int[] middles) -> Tensor",
+}
+for operation, schema in OPERATIONS.items():
+    name = f"residual_mass::{operation.__name__}"
+    torch.library.define(name, schema)
+    torch.library.impl(name, "CPU")(operation)
+
+
+@torch.library.register_fake("residual_mass::multiply")
+def _(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, rows: int, group: int, middle: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+@torch.library.register_fake("residual_mass::multiply_several")
+def _(x: Tensor, words: object, scales: object, exponents: object, rows: list[int], *others: object) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(rows))
