@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tests.needs import KERNELS, needs
+from tests.needs import ARM, KERNELS, needs
+from tests.unit.kernels import emulated
 from tests.unit.kernels.reference import attended, eight, paired, planes, real_places
 from torch import Tensor
 
@@ -22,7 +23,7 @@ KINDS = (4, 8, 16)
 
 def targets() -> list[Any]:
     """The instructions that the library would choose here, or those that RESIDUAL_MASS_KERNELS names; with slow tests
-    all that this CPU has.
+    all that this CPU has, and the portable ones on an emulated ARM processor.
     """
     if not KERNELS.met():
         return []
@@ -30,12 +31,21 @@ def targets() -> list[Any]:
     named = os.environ.get(SWITCH)
     chosen = named if named in TARGETS else TARGETS[best]
     others = [target for target in TARGETS[: best + 1] if target != chosen]
-    return [chosen, *(pytest.param(target, marks=pytest.mark.slow) for target in others)]
+    arm = pytest.param("aarch64", marks=[pytest.mark.slow, needs(ARM)])
+    return [chosen, *(pytest.param(target, marks=pytest.mark.slow) for target in others), arm]
+
+
+@pytest.fixture(scope="module")
+def aarch64(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
+    program = emulated.build("aarch64-linux-gnu-g++", tmp_path_factory.mktemp("aarch64"))
+    library = emulated.EmulatedLibrary(["qemu-aarch64", str(program)])
+    yield library
+    library.close()
 
 
 @pytest.fixture(params=targets())
 def library(request: pytest.FixtureRequest) -> Library:
-    return Library(request.param)
+    return request.getfixturevalue("aarch64") if request.param == "aarch64" else Library(request.param)
 
 
 def made(
