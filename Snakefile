@@ -21,7 +21,7 @@ from snakemake.utils import min_version
 
 min_version("9.18.1")
 
-ROOT = Path(workflow.basedir)
+ROOT = Path(workflow.current_basedir)  # of this file, which workflow/Snakefile includes
 SOURCE = str(ROOT / "src")
 sys.path.insert(0, SOURCE)
 if set(SOURCE) & set(":{}\n"):

@@ -143,6 +143,14 @@ def test_a_dry_run_with_nothing_left_to_do_says_what_was_found(study: Path) -> N
     assert code == 0 and "KL from full attention in nats (tiny, wiki at 1k, 2 % read exactly): topk " in output
 
 
+def test_snakemakes_report_has_the_results_in_one_file(study: Path) -> None:
+    code, output = snakemake(study, "all", "--report", "results/snakemake.html")
+    assert code == 0 and "Report created" in output, output
+    page = (study / "results" / "snakemake.html").read_text()
+    for name in ("ruler_sweep.tex", "fidelity.png", "comparison.csv", "claims_tiny.csv", "training_tiny_1k.csv"):
+        assert f'"name": "{name}"' in page, name
+
+
 def test_every_job_has_recorded_all_that_it_read(study: Path) -> None:
     """A stage compares those of its inputs with their records that it names in its own."""
     jobs = subprocess.run([sys.executable, "tools/jobs.py"], cwd=study, stdout=subprocess.PIPE, text=True, check=True)
