@@ -29,7 +29,7 @@ if set(SOURCE) & set(":{}\n"):
 
 from residual_mass.paper import published as of_the_paper
 from residual_mass.spec import paths
-from residual_mass.study import start
+from residual_mass.study import progress, start
 from residual_mass.study.plan import load_plan
 from residual_mass.study.resources import JobSize, flags, interpreter, launcher, reported
 from residual_mass.texts.assets import WHEEL_PINS, read_pins
@@ -109,6 +109,7 @@ onstart:
     if lacking := start.problems(plan, workflow):
         sys.exit("; ".join(lacking))
     start.write_jobs(plan, workflow)
+    progress.follow(workflow, Path("results"))
 
 
 onsuccess:

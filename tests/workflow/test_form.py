@@ -38,6 +38,16 @@ def test_the_catalog_finds_the_workflow(tmp_path: Path) -> None:
     assert run.code == 0 and run.jobs == dry_run(tmp_path, "all").jobs
 
 
+def test_another_workflow_takes_it_as_a_module(tmp_path: Path) -> None:
+    config, snakefile = str(ROOT / "config/config.yaml"), str(ROOT / "workflow/Snakefile")
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    module = f"module one:\n    snakefile: {snakefile!r}\n    config: config\n"
+    module = f"configfile: {config!r}\n{module}use rule * from one\n"
+    (tmp_path / "Snakefile").write_text(module)
+    run = dry_run(tmp_path, "all", snakefile=tmp_path / "Snakefile")
+    assert run.code == 0 and run.jobs == dry_run(tmp_path, "all").jobs, run.output
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_readme_plans(command: str, tmp_path: Path) -> None:
     words = [str(ROOT / word) if word.startswith("workflow/") else word for word in shlex.split(command)[1:]]
