@@ -9,6 +9,7 @@ snakemake -n                                     the study's jobs; the last line
 snakemake --cores 1 estimate                     the hours that the study takes
 snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
 snakemake --cores 1 verify                       whether results are as recorded
+snakemake --cores 1 crate                        what made the results from what, in ro-crate-metadata.json
 """
 
 import atexit

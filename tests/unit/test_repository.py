@@ -227,6 +227,7 @@ FLOORS = (
     ("decode",),
     ("gpu",),
     ("benchmarks", "diagnostics", "estimate", "lm_eval", "machine", "paper", "runtime", "training", "verify"),
+    ("crate",),
     ("measure",),
     ("serve",),
     ("study",),

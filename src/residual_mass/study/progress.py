@@ -180,6 +180,7 @@ def tasks_of(workflow: Any, results: Path) -> dict[int, Task]:
     """Returns the tasks of a run by Snakemake's number of the job."""
     rates = rates_of(results)
     of_mini = _seconds_of_mini()
+    limits = _limits(workflow)
     dag = workflow.dag
     jobs = {dag.jobid(job): job for job in dag.needrun_jobs(exclude_finished=False)}
     tasks = {}
@@ -194,7 +195,7 @@ def tasks_of(workflow: Any, results: Path) -> dict[int, Task]:
         known = [seconds for seconds in guesses if not math.isnan(seconds)]
         expected = known[0] if known else math.nan
         needs = frozenset(map(dag.jobid, dag.dependencies[job])) & jobs.keys()
-        tasks[number] = Task(rule, name, expected, _shares(job, workflow.global_resources), needs)
+        tasks[number] = Task(rule, name, expected, _shares(job, limits), needs)
     return tasks
 
 
@@ -220,14 +221,22 @@ def _last_seconds(job: Any) -> float:
         return math.nan
 
 
-def _shares(job: Any, limits: Mapping[str, Any]) -> dict[str, float]:
+def _limits(workflow: Any) -> dict[str, int]:
+    """Returns the limited resources of a run: on a cluster jobs, and not the cores, which are those of this machine."""
+    limits = {}
+    for name, limit in workflow.global_resources.items():
+        most = getattr(limit, "value", limit)
+        if isinstance(most, int) and most > 0:
+            limits[name] = most
+    if "_nodes" in limits:
+        limits.pop("_cores", None)
+    return limits
+
+
+def _shares(job: Any, limits: Mapping[str, int]) -> dict[str, float]:
     """Returns the share of each limited resource that a job takes."""
-    shares = {}
-    for name, limit in limits.items():
-        used = job.resources.get(name)
-        if isinstance(limit, int) and isinstance(used, int) and limit > 0:
-            shares[name] = used / limit
-    return shares
+    used = {name: job.resources.get(name) for name in limits}
+    return {name: count / limits[name] for name, count in used.items() if isinstance(count, int)}
 
 
 class ProgressHandler(logging.Handler):
