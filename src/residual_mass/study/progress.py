@@ -7,6 +7,7 @@ or, for a rule that trains or decodes, of its rule in this run, unknown until on
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import logging
 import math
@@ -178,7 +179,9 @@ def time_text(seconds: float) -> str:
 
 def tasks_of(workflow: Any, results: Path) -> dict[int, Task]:
     """Returns the tasks of a run by Snakemake's number of the job."""
-    rates = rates_of(results)
+    rates = []
+    with contextlib.suppress(KeyError, TypeError, ValueError, OSError):  # of a damaged record, which `verify` names
+        rates = rates_of(results)
     of_mini = _seconds_of_mini()
     limits = _limits(workflow)
     dag = workflow.dag
@@ -268,5 +271,10 @@ class ProgressHandler(logging.Handler):
 
 
 def follow(workflow: Any, results: Path) -> None:
-    """Makes the messages of a run say how long it still takes."""
-    logger.addHandler(ProgressHandler(Progress(tasks_of(workflow, results))))
+    """Makes the messages of a run say how long it still takes; or says why they cannot, and lets it run."""
+    try:
+        tasks = tasks_of(workflow, results)
+    except Exception as error:
+        logger.warning(f"The minutes left are not known ({type(error).__name__}: {error}).")
+    else:
+        logger.addHandler(ProgressHandler(Progress(tasks)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import math
 import re
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_a_failed_task_is_to_do_again() -> None:
     run.start(0, 0)
     run.stop(0)
     assert minutes(run, 30) == 1 and run.line(30).endswith("running: ")
+
+
+def test_a_fault_is_told_and_ends_no_run(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    logger = logging.getLogger("snakemake.logging")
+    before = list(logger.handlers)
+    with caplog.at_level(logging.WARNING, logger.name):
+        progress.follow(object(), tmp_path)
+    assert logger.handlers == before
+    assert [record.message[:31] for record in caplog.records] == ["The minutes left are not known "]
 
 
 @pytest.mark.parametrize(
