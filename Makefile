@@ -14,7 +14,7 @@ BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed
 TRITON := $(VENV)/.triton
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
-TORCH := $(shell sed -n 's/^torch==.*/&/p' requirements.lock)
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 export PATH := $(BIN):$(PATH)
 # Each process gets a run of whole files, because tests of a file share costly fixtures; one that is done takes over half of
 # what another has left.
@@ -26,7 +26,7 @@ PYTEST := python -m pytest -n $(CORES) --maxprocesses 4 --dist worksteal
 install: $(STAMP)
 
 mini: $(STAMP)
-	python -m snakemake --cores $(CORES) --rerun-incomplete --show-failed-logs all
+	python -m snakemake --cores $(CORES) all
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu"
@@ -67,11 +67,14 @@ $(TRITON): $(STAMP)
 clean:
 	rm -rf logs site .pytest_cache .ruff_cache .hypothesis $(filter-out paper_tables/templates/,$(wildcard paper_tables/*/))
 
-# torch first and alone: if its index cannot be reached, pip says so, and the next line installs torch from pip's configured index.
+# torch for CPUs comes first and alone, because its hash is not that of the package index. If its index cannot be reached,
+# pip says so, and torch comes from pip's configured index with the others, by hash. That build names the versions of
+# NVIDIA's libraries itself, and the third line installs them.
 $(STAMP): requirements.lock pyproject.toml setup.py $(wildcard src/residual_mass/kernels/*.[ch]pp)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is Python {sys.version.split()[0]}; 3.11 or newer is needed: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),-$(PIP) install --retries 0 --timeout 15 --extra-index-url $(TORCH_INDEX) --no-deps $(TORCH))
-	$(PIP) install -r requirements.lock
+	$(PIP) install --require-hashes --no-deps -r requirements.lock
+	$(PIP) install $(TORCH)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@

@@ -9,6 +9,7 @@ snakemake -n                                     the study's jobs; the last line
 snakemake --cores 1 estimate                     the hours that the study takes
 snakemake --cores 1 prefetch                     everything that the study downloads, in the assets folder
 snakemake --cores 1 verify                       whether results are as recorded
+snakemake --cores 1 crate                        what made the results from what, in ro-crate-metadata.json
 """
 
 import atexit
@@ -21,7 +22,7 @@ from snakemake.utils import min_version
 
 min_version("9.18.1")
 
-ROOT = Path(workflow.basedir)
+ROOT = Path(workflow.current_basedir)  # of this file, which workflow/Snakefile includes
 SOURCE = str(ROOT / "src")
 sys.path.insert(0, SOURCE)
 if set(SOURCE) & set(":{}\n"):
@@ -29,7 +30,7 @@ if set(SOURCE) & set(":{}\n"):
 
 from residual_mass.paper import published as of_the_paper
 from residual_mass.spec import paths
-from residual_mass.study import start
+from residual_mass.study import progress, start
 from residual_mass.study.plan import load_plan
 from residual_mass.study.resources import JobSize, flags, interpreter, launcher, reported
 from residual_mass.texts.assets import WHEEL_PINS, read_pins
@@ -109,6 +110,7 @@ onstart:
     if lacking := start.problems(plan, workflow):
         sys.exit("; ".join(lacking))
     start.write_jobs(plan, workflow)
+    progress.follow(workflow, Path("results"))
 
 
 onsuccess:

@@ -2,16 +2,23 @@
 
 The same sources make one library for each kind of CPU; the best one that the CPU supports is loaded at run time. The
 libraries use neither Python's C API nor torch's, so that one wheel works with every version of both.
+
+`_PYTHON_HOST_PLATFORM` names another platform for a compiler that makes its code, as it does for other packages:
+
+    _PYTHON_HOST_PLATFORM=linux-aarch64 CXX=aarch64-linux-gnu-g++ pip wheel --no-deps .
+    _PYTHON_HOST_PLATFORM=macosx-11.0-arm64 CXX="python -m ziglang c++ -target aarch64-macos.11.0" pip wheel --no-deps .
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,9 +26,15 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("src/residual_mass/kernels")
-FLAGS = "-std=c++20 -O3 -fno-math-errno -fvisibility=hidden -fPIC -shared -s -Wno-psabi".split()
+FLAGS = "-std=c++20 -O3 -fno-math-errno -fvisibility=hidden -fPIC -shared -Wno-psabi".split()
+SYSTEM, _, MACHINE = sysconfig.get_platform().partition("-")
+MACHINE = MACHINE.rpartition("-")[2]  # after the version of macOS
+if MACHINE == "universal2":  # a Python for two kinds of Mac; the libraries are for the one that builds them
+    MACHINE = platform.machine()
+# Names of OpenMP's runtime are looked up when a library is loaded: macOS's linker has to be told.
+FLAGS += ["-Wl,-undefined,dynamic_lookup"] if SYSTEM == "macosx" else ["-s"]
 TARGETS = {"portable": []}
-if platform.machine() in ("x86_64", "AMD64"):
+if MACHINE in ("x86_64", "amd64"):
     TARGETS["avx2"] = ["-mavx2", "-mfma", "-mf16c"]
     TARGETS["avx512"] = [*TARGETS["avx2"], *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))]
 
@@ -80,8 +93,18 @@ class BuildKernels(build_ext):
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Returns the tag of any Python and this platform, or of any platform if nothing was compiled."""
-        return "py3", "none", super().get_tag()[2] if compiler() else "any"
+        """Returns the tag of any Python, and of the systems that have what the libraries need.
+
+        That is any platform if nothing was compiled. On Linux it is the least version of glibc whose symbols they name
+        (PEP 600): a compiler on a newer system may take newer ones.
+        """
+        if not compiler():
+            return "py3", "none", "any"
+        folder = Path(self.get_finalized_command("build_ext").build_lib, FOLDER.relative_to("src"))
+        names = {name for file in folder.glob("*.so") for name in re.findall(rb"GLIBC_2\.(\d+)", file.read_bytes())}
+        if SYSTEM == "linux" and names:
+            return "py3", "none", f"manylinux_2_{max(map(int, names))}_{MACHINE}"
+        return "py3", "none", super().get_tag()[2].replace("universal2", MACHINE)
 
 
 def tell(why: str) -> None:

@@ -102,6 +102,12 @@ LATEX = Need("without LaTeX", "apt-get install texlive-latex-extra", _has_latex)
 TRITON = Need("without Triton", "make test-all")
 GPU = Need("without an NVIDIA GPU", "make gpu-check where there is one", _has_gpu)
 COMPILER = Need("without g++", "apt-get install g++", lambda: shutil.which("g++") is not None)
+CLANG = Need("without clang++", "apt-get install clang", lambda: shutil.which("clang++") is not None)
+ARM = Need(
+    "without an emulated ARM processor",
+    "apt-get install g++-aarch64-linux-gnu qemu-user",
+    lambda: bool(shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
+)
 COMPILED = Need("where steps are not compiled", "apt-get install g++; unset RESIDUAL_MASS_CPU", _compiles_steps)
 KERNELS = Need("without compiled kernels", "make install where a C++ compiler is", _has_kernels)
 KVPRESS = Need("without kvpress", "pip install kvpress==0.5.5", lambda: find_spec("kvpress") is not None)

@@ -108,10 +108,8 @@ def package_rows() -> Iterator[tuple[str, str]]:
 
 def locked() -> Iterator[tuple[str, str]]:
     """Yields name and version of every package of the lock, in its order."""
-    for line in (ROOT / "requirements.lock").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            name, _, version = line.partition("==")
-            yield name, version
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    yield from re.findall(r"^(\S+)==(\S+)", lock, re.MULTILINE)
 
 
 def stated_licence(package: metadata.Distribution) -> str:

@@ -140,6 +140,7 @@ STAGES = {
     "estimate": ("estimate", "", "print how long the jobs of a study take, from rates measured here"),
     "prefetch": ("study.prefetch", "", "fetch what a study reads from the hub; offline, say what is missing"),
     "verify": ("verify", "", "print the results that differ from their records; exit with status 1 if any does"),
+    "crate": ("crate", "out", "describe the results, and what made them from what, as an RO-Crate"),
 }
 """Function (`run` unless named), flags of the written files, and help text of each stage. The parameters of the
 function are the flags of the stage.

@@ -65,17 +65,16 @@ def time_left(jobs: Iterable[Job], results: Path) -> str:
 
 def _hours(jobs: Iterable[Job], results: Path) -> pd.DataFrame:
     """Returns result, backbone, stage, whether it is present, and hours (NaN: no rate) of jobs that train or decode."""
-    rates = list(_rates(results))
+    rates = rates_of(results)
     rows = []
     for job in jobs:
         if job.rule not in STAGE_OF_RULE:
             continue
         path = Path(job.outputs[0])
-        backbone = job.spec["backbone"]["name"]
         stage = STAGE_OF_RULE[job.rule]
-        of_backbone = [rate for rate in reversed(rates) if rate.backbone == backbone and rate.stage == stage]
         result = path.parent if stage == "generate" else path  # a folder, with one file per task
-        rows.append((str(result), backbone, stage, path.exists(), _hours_of(job, of_backbone)))
+        hours = seconds_of(job, rates) / 3600
+        rows.append((str(result), job.spec["backbone"]["name"], stage, path.exists(), hours))
     return pd.DataFrame(rows, columns=["result", "backbone", "stage", "present", "hours"])
 
 
@@ -93,16 +92,20 @@ class Rate(NamedTuple):
     seconds: dict[str, float]
 
 
-def _hours_of(job: Job, rates: Sequence[Rate]) -> float:
-    """Returns the hours of a job by the rate of the nearest length; NaN if there is no rate."""
-    if not rates:
+def seconds_of(job: Job, rates: Sequence[Rate]) -> float:
+    """Returns the seconds of a job by the rate of the nearest length; NaN if there is no rate of its backbone and
+    stage, or if it neither trains nor decodes.
+    """
+    stage = STAGE_OF_RULE.get(job.rule)
+    own = [rate for rate in rates if stage == rate.stage and rate.backbone == job.spec["backbone"]["name"]]
+    if not own:
         return math.nan
     length = tokens_of(job.spec["length"])
-    nearest = min(rates, key=lambda rate: abs(math.log(rate.length / length)))
+    nearest = min(own, key=lambda rate: abs(math.log(rate.length / length)))
     seconds = 0.0
     for unit, count in _units(job).items():
         seconds += count * nearest.seconds[unit]
-    return seconds / 3600
+    return seconds
 
 
 def _units(job: Job) -> dict[str, int]:
@@ -126,13 +129,15 @@ def _units(job: Job) -> dict[str, int]:
     return {"trained token": sequences * len(spec["variants"]) * length}
 
 
-def _rates(results: Path) -> Iterator[Rate]:
-    """Yields the rate of every finished job that recorded one, by name."""
+def rates_of(results: Path) -> list[Rate]:
+    """Returns the rate of every finished job that recorded one, the last by name first."""
+    rates = []
     for path in sorted(path for pattern in FINISHED for path in results.glob(f"{pattern}.meta.json")):
         meta = read_json(path)
         length = tokens_of(meta["spec"]["length"])
         for stage, seconds in _seconds(meta, length):
-            yield Rate(meta["spec"]["backbone"]["name"], stage, length, seconds)
+            rates.append(Rate(meta["spec"]["backbone"]["name"], stage, length, seconds))
+    return rates[::-1]
 
 
 def _seconds(meta: dict[str, Any], length: int) -> Iterator[tuple[str, dict[str, float]]]:

@@ -25,7 +25,7 @@ def run(results: Sequence[Path] = (Path("results"),)) -> bool:
     """
     paths: list[Path] = []
     for result in results:
-        paths += _results(result)
+        paths += results_of(result)
     num_right = 0
     lines = []
     hashed = cache(_hash_of)  # results share inputs
@@ -45,7 +45,7 @@ def _hash_of(path: Path) -> str | None:
     return sha256_of(path) if path.is_file() else None
 
 
-def _results(path: Path) -> Iterator[Path]:
+def results_of(path: Path) -> Iterator[Path]:
     """Yields a file, or every file below a folder that should have a record of its own. Skips files that the manifest
     of their folder lists, and names that begin with an underscore, which are working files.
     """
@@ -59,7 +59,7 @@ def _results(path: Path) -> Iterator[Path]:
         shown = [file.name for file in path.iterdir() if not file.name.startswith(("_", "."))]
         names = {name.removesuffix(RECORD_SUFFIX) for name in shown}
         for name in sorted(names):
-            yield from _results(path / name)
+            yield from results_of(path / name)
 
 
 def _differences(path: Path, hashed: Callable[[Path], str | None]) -> Iterator[str]:

@@ -74,6 +74,8 @@ def study(checkout: Path, forked: dict[str, str]) -> Path:
     """The checkout after `snakemake all`."""
     code, output = snakemake(checkout, "all", **forked)
     assert code == 0, output + "".join(log.read_text() for log in checkout.glob("logs/**/*.log"))[-4000:]
+    lines = re.findall(r"^(\d+) of (\d+) jobs done, .* left.*; running: (.+)$", output, re.MULTILINE)
+    assert len(lines) >= 3 and lines[0][0] == "0" and len({total for _, total, _ in lines}) == 1, output
     (kl,) = re.findall(r"KL from full attention in nats \(tiny, wiki at 1k, 2 % read exactly\): topk ([0-9.]+)", output)
     page = (checkout / "results" / "report.html").read_text(encoding="utf-8")
     assert "With 2% of the prompt read exactly" in page and f"</i> {kl} (" in page
@@ -143,6 +145,14 @@ def test_a_dry_run_with_nothing_left_to_do_says_what_was_found(study: Path) -> N
     assert code == 0 and "KL from full attention in nats (tiny, wiki at 1k, 2 % read exactly): topk " in output
 
 
+def test_snakemakes_report_has_the_results_in_one_file(study: Path) -> None:
+    code, output = snakemake(study, "all", "--report", "results/snakemake.html")
+    assert code == 0 and "Report created" in output, output
+    page = (study / "results" / "snakemake.html").read_text()
+    for name in ("ruler_sweep.tex", "fidelity.png", "comparison.csv", "claims_tiny.csv", "training_tiny_1k.csv"):
+        assert f'"name": "{name}"' in page, name
+
+
 def test_every_job_has_recorded_all_that_it_read(study: Path) -> None:
     """A stage compares those of its inputs with their records that it names in its own."""
     jobs = subprocess.run([sys.executable, "tools/jobs.py"], cwd=study, stdout=subprocess.PIPE, text=True, check=True)
@@ -180,6 +190,12 @@ def test_a_damaged_input_is_named_in_one_line(study: Path, forked: dict[str, str
     errors = [line for line in log.splitlines() if "error:" in line]
     assert code != 0 and len(errors) == 1 and "all.jsonl:1: not a row of this store" in errors[0], output + log
     assert "Traceback" not in log
+
+
+def test_the_minutes_left_are_silenced_with_the_rest(study: Path, forked: dict[str, str]) -> None:
+    for quiet, said in (("rules", True), ("progress", False), ("all", False)):
+        code, output = snakemake(study, "paper_tables/mini/comparison.csv", "--force", "--quiet", quiet, **forked)
+        assert code == 0 and ("0 of 1 jobs done, about 1 minute left; running: comparison" in output) == said, output
 
 
 @pytest.mark.slow

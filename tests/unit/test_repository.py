@@ -30,10 +30,12 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 
 
 def locked_versions() -> dict[str, str]:
-    """Name -> version; every line must be an exact pin that any index can serve."""
+    """Name -> version; every package must have an exact pin that any index can serve, and hashes."""
     lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
-    pins = [re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line) for line in lines]
-    assert None not in pins, f"not an exact pin: {lines[pins.index(None)]!r}"
+    packages = "\n".join(lines).replace(" \\\n", "").splitlines()
+    pattern = r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)(?: +--hash=sha256:[0-9a-f]{64})+"
+    pins = [re.fullmatch(pattern, package) for package in packages]
+    assert None not in pins, f"not an exact pin: {packages[pins.index(None)][:100]!r}"
     return {canonicalize_name(pin[1]): pin[2] for pin in pins if pin}
 
 
@@ -75,8 +77,13 @@ def test_three_files_describe_one_environment() -> None:
     assert python.removeprefix("python=") in SpecifierSet(PROJECT["requires-python"])
 
 
-def test_what_locked_packages_need_is_locked() -> None:
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_what_locked_packages_need_is_locked(python: str, system: str) -> None:
+    """`make install` installs nothing else."""
     locked = locked_versions()
+    there = {"extra": "", "python_version": python, "python_full_version": f"{python}.9"}
+    there |= {"platform_system": system, "sys_platform": system.lower()}
     for package, version in locked.items():
         try:
             if metadata.version(package).partition("+")[0] != version:
@@ -84,7 +91,7 @@ def test_what_locked_packages_need_is_locked() -> None:
         except metadata.PackageNotFoundError:
             continue
         needed = [Requirement(line) for line in metadata.requires(package) or []]
-        here = {canonicalize_name(r.name) for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})}
+        here = {canonicalize_name(r.name) for r in needed if r.marker is None or r.marker.evaluate(there)}
         unlocked = {name for name in here - locked.keys() if not re.match("nvidia|cuda|triton", name)}
         assert not unlocked, f"{package} needs {sorted(unlocked)}"
 
@@ -220,6 +227,7 @@ FLOORS = (
     ("decode",),
     ("gpu",),
     ("benchmarks", "diagnostics", "estimate", "lm_eval", "machine", "paper", "runtime", "training", "verify"),
+    ("crate",),
     ("measure",),
     ("serve",),
     ("study",),

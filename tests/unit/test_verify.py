@@ -115,6 +115,27 @@ def test_the_exit_status_is_1_if_one_is_not_as_recorded(study: Path, capsys: pyt
     cli.main(["verify", str(PROMPTS), "results/assets"])
 
 
+def test_a_crate_says_what_made_which_file_from_which(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["crate", "--out", "ro-crate-metadata.json"])
+    content = json.loads(Path("ro-crate-metadata.json").read_text())
+    graph = {entity["@id"]: entity for entity in content["@graph"]}
+    assert len(graph) == len(content["@graph"])
+    references = re.findall(r'"@id": ("(?:[^"\\]|\\.)*")(?=\s*\})', Path("ro-crate-metadata.json").read_text())
+    assert {json.loads(name) for name in references} - {"https://w3id.org/ro/crate/1.1"} <= graph.keys()
+    assert graph["ro-crate-metadata.json"]["about"] == {"@id": "./"}
+    files = {name for name, entity in graph.items() if entity["@type"] == "File"}
+    assert files == {part["@id"] for part in graph["./"]["hasPart"]} == {str(path) for path in (MANIFEST, TASK, *MADE)}
+    assert all(graph[str(path)]["sha256"] == sha256_of(path) for path in MADE)
+    run = graph[f"#run-for-{SCORES}"]
+    assert run["name"] == "score" and run["result"] == [{"@id": str(SCORES)}]
+    settings = graph[run["object"][-1]["@id"]]
+    assert run["object"][:-1] == [{"@id": str(PHI)}, {"@id": str(PROMPTS)}] and '"seed": 0' in settings["value"]
+    shutil.rmtree("results")
+    with pytest.raises(SystemExit):
+        cli.main(["crate", "--out", "ro-crate-metadata.json"])
+    assert "no result with a record; run a study first" in capsys.readouterr().err
+
+
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 

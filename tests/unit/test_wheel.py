@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,30 +15,44 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tests.needs import COMPILER, needs
+from tests.conftest import byte_tokenizer, tiny_llama
+from tests.needs import ARM, COMPILER, needs
 
 ROOT = Path(__file__).parents[2]
 PIPELINE = ("accelerate", "datasets", "lm_eval", "matplotlib", "pandas", "pydantic", "snakemake")
 """Packages of the pipeline. One that a dependency asks for (pydantic, by way of typer) is left out as well."""
+NO_COMPILER = str(Path(sys.executable).parent)
+"""A PATH."""
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def plain_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built without a compiler."""
+    return built(tmp_path_factory.mktemp("plain"), PATH=NO_COMPILER, CXX="")
+
+
+def built(folder: Path, **environment: str) -> Path:
     """Built from a copy, for a build writes beside its sources."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(built), str(source))
-    (file,) = built.glob("*.whl")
+    options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(folder))
+    _pip("wheel", *options, str(source), **environment)
+    (file,) = folder.glob("*.whl")
     return file
 
 
-def _pip(*arguments: str) -> None:
+def _pip(*arguments: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
 
 
@@ -70,11 +86,13 @@ def _closure(lines: Iterable[str]) -> set[str]:
 
 
 def run(code: str, path: list[str]) -> str:
-    """What the code prints in an environment of this search path and nothing else."""
+    """What the code prints in an environment of this search path and nothing else, without a compiler."""
     start = f"import sys; sys.path[:0] = {path!r}\n"
-    done = subprocess.run([sys.executable, "-I", "-S", "-c", start + code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-I", "-S", "-c", start + code]
+    environment = {**os.environ, "PATH": NO_COMPILER, "CXX": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 LIBRARY = """
@@ -116,10 +134,63 @@ def test_an_extra_brings_what_its_part_needs(extra: str, code: str, wheel: Path,
     run(code, installed(wheel, tmp_path, extra))
 
 
+MEASURE = """
+from residual_mass.__main__ import main
+sys.argv[1:] = ["measure", MODEL, TEXT, "--length", "256", "--documents", "2", "--tokens", "4", "--budgets", "10",
+                "--methods", "scan4_regression_64", "--device", "cpu", "--out", OUT]
+main()
+"""
+
+
+@pytest.fixture
+def measure(tmp_path: Path) -> str:
+    """Code that measures a small model with heads of 32, which the kernels serve."""
+    tiny_llama(width=32).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Fellow citizens of the Senate. " * 100)
+    code = MEASURE
+    for name, path in {"MODEL": "model", "TEXT": "text.txt", "OUT": "out"}.items():
+        code = code.replace(name, repr(str(tmp_path / path)))
+    return code
+
+
+@needs(COMPILER)
+def test_measure_works_without_a_compiler(wheel: Path, measure: str, tmp_path: Path) -> None:
+    said = run(measure, installed(wheel, tmp_path, "measure"))
+    assert "not built here" not in said
+    (table,) = tmp_path.glob("out/**/measured.csv")
+    assert "packed" in table.read_text()
+
+
+def test_a_wheel_without_kernels_says_what_it_lacks(plain_wheel: Path, measure: str, tmp_path: Path) -> None:
+    assert plain_wheel.name.endswith("-py3-none-any.whl")
+    said = run(measure, installed(plain_wheel, tmp_path, "measure"))
+    assert "torch does the work of the CPU kernels, which are not built here" in said
+    assert "install a C++ compiler and then this package again" in said
+    (table,) = tmp_path.glob("out/**/measured.csv")
+    assert "packed" not in table.read_text()
+
+
 @needs(COMPILER)
 def test_the_wheel_holds_kernels_for_any_python(wheel: Path) -> None:
     assert "residual_mass/kernels/_portable.so" in zipfile.ZipFile(wheel).namelist()
     assert "-py3-none-" in wheel.name and not wheel.name.endswith("-any.whl")
+
+
+@pytest.mark.parametrize(
+    "machine", [pytest.param("", marks=needs(COMPILER)), pytest.param("aarch64", marks=needs(ARM))]
+)
+def test_the_tag_is_what_auditwheel_finds(machine: str, wheel: Path, tmp_path: Path) -> None:
+    """In the libraries, for this machine and compiled for another one."""
+    if machine:
+        wheel = built(tmp_path, _PYTHON_HOST_PLATFORM=f"linux-{machine}", CXX=f"{machine}-linux-gnu-g++")
+        libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+        assert libraries == ["residual_mass/kernels/_portable.so"]
+    command = [sys.executable, "-m", "auditwheel", "show", "--json", str(wheel)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    tag = wheel.stem.rpartition("-")[2]
+    assert tag.startswith("manylinux_2_") and tag.endswith(machine)
+    assert json.loads(run.stdout)["overall_tag"] == tag, run.stderr
 
 
 def test_the_wheel_holds_the_marker_of_types_and_the_data(wheel: Path) -> None:

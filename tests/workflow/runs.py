@@ -40,7 +40,7 @@ class Run:
     @property
     def said(self) -> list[str]:
         """What remains of a refused run's output besides Snakemake's banner."""
-        name = r"  [A-Z][\w ]+(\(s\))?: "
+        name = r"Using workflow specific profile|  [A-Z][\w ]+(\(s\))?: "
         banner = rf"host: |Assuming unrestricted|SNAKEMAKE|=+$|{name}|Building DAG|Config file .* is extended|$"
         return [line for line in self.output.splitlines() if not re.match(banner, line)]
 
@@ -67,7 +67,8 @@ def snakemake(folder: Path, *arguments: str, snakefile: Path = ROOT / "Snakefile
         (poison / name).mkdir(parents=True, exist_ok=True)
         (poison / name / "__init__.py").write_text(f"raise ImportError('the workflow imports {name}')\n")
     environment = {**os.environ, "PYTHONPATH": str(poison), **environment}
-    own_source = not (snakefile.parent / "src").samefile(ROOT / "src")
+    checkout = snakefile.parent.parent if snakefile.parent.name == "workflow" else snakefile.parent
+    own_source = not (checkout / "src").samefile(ROOT / "src")
     command = ["--snakefile", str(snakefile), "--directory", str(folder), *arguments]
     log = poison / f"{len(list(poison.iterdir()))}.log"
     code = forks.run("snakemake.cli", command, log, environment, ["residual_mass"] if own_source else [])

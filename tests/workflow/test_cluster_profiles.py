@@ -41,6 +41,14 @@ def test_the_gpus_that_may_be_used_are_counted(named: str | None, count: int, mo
     assert profile("h200")["resources"] == [f"gpu={count}"]
 
 
+def test_plain_snakemake_does_what_make_mini_does(tmp_path: Path) -> None:
+    assert profile("default") == {"rerun-incomplete": "True", "show-failed-logs": "True"}
+    recipe = re.search(r"^mini: .*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None and recipe[1] == "python -m snakemake --cores $(CORES) all"
+    run = snakemake(tmp_path, "-n", "all")
+    assert run.code == 0 and "profiles/default for setting default" in run.output
+
+
 def test_without_slurm_its_profile_is_refused_before_the_first_job(tmp_path: Path) -> None:
     path = programs(tmp_path / "bin", "sh", "bash", "which", "timeout")
     (tmp_path / "results" / "assets").mkdir(parents=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from runs import ROOT, Run, dry_run, made, snakemake
 
 from residual_mass.cli import _parser
@@ -26,6 +27,25 @@ def test_lint_and_format_have_nothing_to_say(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "snakefmt", "--check", "Snakefile", "workflow"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_catalog_finds_the_workflow(tmp_path: Path) -> None:
+    """It reads `workflow/Snakefile`, and lints in the root; the jobs are those of the root's Snakefile."""
+    settings = yaml.safe_load((ROOT / ".snakemake-workflow-catalog.yml").read_text())["usage"]
+    assert settings["software-stack-deployment"]["conda"] and settings["report"]
+    assert "snakemake" in README.lower() and "workflow" in README.lower()
+    run = dry_run(tmp_path, "all", snakefile=ROOT / "workflow" / "Snakefile")
+    assert run.code == 0 and run.jobs == dry_run(tmp_path, "all").jobs
+
+
+def test_another_workflow_takes_it_as_a_module(tmp_path: Path) -> None:
+    config, snakefile = str(ROOT / "config/config.yaml"), str(ROOT / "workflow/Snakefile")
+    (tmp_path / "src").symlink_to(ROOT / "src")
+    module = f"module one:\n    snakefile: {snakefile!r}\n    config: config\n"
+    module = f"configfile: {config!r}\n{module}use rule * from one\n"
+    (tmp_path / "Snakefile").write_text(module)
+    run = dry_run(tmp_path, "all", snakefile=tmp_path / "Snakefile")
+    assert run.code == 0 and run.jobs == dry_run(tmp_path, "all").jobs, run.output
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,5 +1,6 @@
-"""Targets without output files: they print facts about a study, or fetch its data. They read its jobs from a file in
-logs/, written when the run starts. prefetch fills the assets folder; an interrupted prefetch resumes there.
+"""Targets without output files of rules: they print facts about a study, describe its results, or fetch its data.
+estimate and prefetch read its jobs from a file in logs/, written when the run starts. prefetch fills the assets folder;
+an interrupted prefetch resumes there.
 """
 
 
@@ -28,6 +29,14 @@ use rule estimate as verify with:
     params:
         stage="verify",
         flags="",
+
+
+use rule estimate as crate with:
+    log:
+        "logs/crate.log",
+    params:
+        stage="crate",
+        flags="--out ro-crate-metadata.json",
 
 
 use rule estimate as prefetch with:

@@ -55,7 +55,8 @@ def words_of(codes: Tensor, bits: int) -> Tensor:
 def _filled(codes: Tensor, order: tuple[int, ...]) -> Tensor:
     """Returns words [B, C, w, 16] with the bits of codes [B, C, 32, 16], the columns of each word in an order."""
     width = 32 // len(order)
-    columns = codes.unflatten(2, (-1, len(order)))[:, :, :, list(order)]
+    words = codes.unflatten(2, (-1, len(order)))
+    columns = words[:, :, :, list(order)]
     shifts = torch.arange(0, 32, width, dtype=torch.int32)[:, None]
     return (columns << shifts).sum(3, dtype=torch.int32)  # no two have a bit in common
 

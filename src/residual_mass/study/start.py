@@ -22,6 +22,7 @@ from residual_mass.paper.tables import find, middle_budget
 from residual_mass.provenance import sidecar_of
 from residual_mass.spec import paths
 from residual_mass.spec.specs import Job
+from residual_mass.study.jobs import job_of
 from residual_mass.study.plan import Plan
 from residual_mass.study.prefetch import missing
 from residual_mass.study.resources import brings_python
@@ -93,11 +94,7 @@ def makes_the_page(workflow: Any) -> bool:
 
 def _with_specs(jobs: Iterable[Any]) -> list[Job]:
     """Returns those of Snakemake's jobs that have a spec."""
-    found = []
-    for job in jobs:
-        if "spec" in job.params.keys():
-            found.append(Job(job.rule.name, tuple(job.output), json.loads(job.params.spec)))
-    return found
+    return [found for job in jobs if (found := job_of(job)).spec]
 
 
 def closing_lines(plan: Plan) -> list[str]:

@@ -24,7 +24,7 @@ from residual_mass.methods import method_named
 from residual_mass.methods.arms import arm_of
 from residual_mass.model.loading import Backbone
 from residual_mass.serve.answers import Answers, Question
-from residual_mass.serve.kept import Kept
+from residual_mass.serve.kept import STRIDE, Kept
 from residual_mass.serve.protocol import CompletionRequest
 from residual_mass.serve.sampling import Sampling
 from residual_mass.spec.arms import ArmSpec
@@ -65,10 +65,10 @@ def text_of(method: str) -> Text:
 
 
 @cache
-def by_hand(method: str) -> tuple[list[int], Tensor]:
-    """Greedy tokens, and the logits [T, V] that each was taken from."""
+def by_hand(method: str, piece: int = 10**6) -> tuple[list[int], Tensor]:
+    """Greedy tokens, and the logits [T, V] that each was taken from; the prompt is read in pieces of so many tokens."""
     text, tokens = text_of(method), []
-    logits = [text.read(ids_of(PROMPT))]
+    logits = [text.read(part) for part in ids_of(PROMPT).split(piece, 1)][-1:]
     for _ in range(NEW):
         tokens.append(int(logits[-1].argmax()))
         logits.append(text.step(torch.tensor([[tokens[-1]]])))
@@ -120,7 +120,7 @@ def test_a_server(method: str) -> None:
     sampling = Sampling(CompletionRequest(prompt="x", temperature=0.0), GenerationConfig(), model().config.vocab_size)
     question = Question(ids_of(PROMPT)[0].tolist(), NEW, [], sampling, top=0)
     found = [each for piece in answers.pieces(question, lambda: False) for each in piece.logprobs]
-    tokens, logits = by_hand(method)
+    tokens, logits = by_hand(method, STRIDE)
     assert [each.token for each in found] == tokens[:NEW]
     expected = logits[:NEW].float().log_softmax(-1)[range(NEW), tokens[:NEW]]
     torch.testing.assert_close(torch.tensor([each.value for each in found]), expected, rtol=0, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.needs import KERNELS, needs
 from tests.unit.kernels.reference import eight, paired, planes, real_places
-from tests.unit.kernels.test_steps import made, targets
+from tests.unit.kernels.test_steps import made
 from torch import Tensor
 
 from residual_mass.kernels import LayerCache
@@ -18,11 +18,6 @@ from residual_mass.kernels.library import WIDTHS, Library
 from residual_mass.kernels.prompt import LEAST_TOKENS, prompt_attention, prompt_library, reads_at_once
 
 pytestmark = needs(KERNELS)
-
-
-@pytest.fixture(params=targets())
-def library(request: pytest.FixtureRequest) -> Library:
-    return Library(request.param)
 
 
 def reference(

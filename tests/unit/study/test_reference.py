@@ -51,3 +51,17 @@ def test_an_editor_accepts_the_files_and_refuses_a_typo(
     validator = jsonschema.Draft202012Validator(json.loads(capsys.readouterr().out))
     validator.validate(content)
     assert not validator.is_valid(content | {"lenghts": []})
+
+
+@pytest.mark.parametrize("name", ["config", "study"])
+def test_the_written_schemas_are_current(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Editors and the catalog of workflows read them: `python -m residual_mass.study.reference config > FILE`."""
+    main(name)
+    assert (ROOT / f"workflow/schemas/{name}.schema.yaml").read_text() == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "config").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_a_file_names_its_schema(file: Path) -> None:
+    first = file.read_text().splitlines()[0]
+    named = (file.parent / first.removeprefix("# yaml-language-server: $schema=")).resolve()
+    assert named == ROOT / f"workflow/schemas/{'study' if file.parent.name == 'studies' else 'config'}.schema.yaml"
