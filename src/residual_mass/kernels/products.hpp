@@ -90,7 +90,7 @@ inline Ints pair_of(const int32_t* words, int q) {
   return low;
 }
 
-// Activations in 16 bits, in tiles of `TOGETHER` rows, then of 2 and 1. Numbers of a tile's rows stand side by side.
+// Activations in 16 bits, in tiles of `TOGETHER` rows, then of 4, 2 and 1. Numbers of a tile's rows stand side by side.
 struct Activations {
   int32_t* pairs;   // [tiles, K / 2, T]
   float* scales;    // [tiles, units, T]
@@ -133,6 +133,7 @@ template <class F>
 inline void tiles(int first, int end, F f) {
   int m = first;
   for (; m + TOGETHER <= end; m += TOGETHER) f.template operator()<TOGETHER>(m);
+  for (; TOGETHER > 4 && m + 4 <= end; m += 4) f.template operator()<4>(m);
   for (; m + 2 <= end; m += 2) f.template operator()<2>(m);
   if (m < end) f.template operator()<1>(m);
 }
