@@ -17,11 +17,15 @@ QUERIES = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
 @pytest.mark.parametrize("query", QUERIES)
 def test_torch_is_asked_for_the_instructions(query: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(cpu.PLAIN, raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for name in QUERIES:
         monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
     assert not cpu.has_bfloat16()
     monkeypatch.setattr(torch.cpu, query, lambda: True)
     assert cpu.has_bfloat16()
+    with monkeypatch.context() as limited:  # by ATEN_CPU_CAPABILITY
+        limited.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+        assert not cpu.has_bfloat16()
     for name in QUERIES:
         monkeypatch.delattr(torch.cpu, name)
     assert not cpu.has_bfloat16()
