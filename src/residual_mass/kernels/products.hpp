@@ -116,11 +116,9 @@ struct Activations {
       for (int i = 0; i < unit; i += W) most = largest(absolute(load<Floats>(x + i)), most), sound += load<Floats>(x + i) * 0.f;
       const float size = highest(most), inverse = size > 1e-30f ? 32767.f / size : 0.f;
       int16_t numbers[SPAN];
+      for (int i = 0; i < unit; i += W) store_shorts(numbers + i, rounded(load<Floats>(x + i) * inverse));
       int32_t total = 0;
-      for (int i = 0; i < unit; i += W) {
-        const Ints whole = rounded(load<Floats>(x + i) * inverse);
-        store_shorts(numbers + i, whole), total += sum(whole);
-      }
+      for (int i = 0; i < unit; i++) total += numbers[i];
       for (int i = 0; i < unit; i += 2, to += T) memcpy(to, numbers + i, sizeof(int32_t));
       const size_t at = m * units + u * T + t;
       scales[at] = size / 32767.f + sum(sound), starts[at] = -w.middle * total, sums[at] = scales[at] * total;
