@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from residual_mass.kernels.buffers import SIZES, require_buffers, require_places, require_sizes, shapes_of
+from residual_mass.kernels.clustering import clusters_of
 from residual_mass.kernels.layout import BLOCK, bytes_read
-from residual_mass.kernels.library import WIDTHS, Buffers, Library, Views, views
-from residual_mass.kernels.prompt import KERNEL_DTYPES, LOG2_E, prompt_attention, reads_at_once
+from residual_mass.kernels.library import WIDTHS, Buffers, Library, source_of
+from residual_mass.kernels.prompt import (
+    KERNEL_DTYPES,
+    LOG2_E,
+    in_one_dtype,
+    prompt_attention,
+    reads_at_once,
+    tensors_of,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Integers = TypeVar("Integers", int, Tensor)
-
-CLUSTER_ROUNDS = 6
-"""Rounds of Lloyd's algorithm in the kernels."""
-CLUSTER_SAMPLE = 2048
-"""Tokens that Lloyd's algorithm runs on."""
 
 
 def outside_autograd(function: Function) -> Function:
@@ -287,7 +290,10 @@ class LayerCache:
         outputs = []
         at_once = reads_at_once(self.library, self.bits, query)
         if at_once:
-            outputs.append(self._read_at_once(query, key, value, scale, threads, log_mass))
+            new = in_one_dtype(query, key, value)
+            held = self._addresses()
+            output = prompt_attention(self.library, *new, scale, held=held, threads=threads, log_mass=log_mass)
+            outputs.append(output.to(query.dtype))
         for start in range(0, key.shape[2], BLOCK):
             piece = slice(start, start + BLOCK)
             new = [x[:, :, piece] for x in (query, key, value)]
@@ -307,17 +313,6 @@ class LayerCache:
         self.counted.copy_(_integers(self.tokens))
         self._set_k()
         return torch.cat(outputs, 1)
-
-    def _read_at_once(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None, log_mass: Tensor | None
-    ) -> Tensor:
-        """Returns the full attention of the tokens of a turn, before they are added."""
-        new = (query, key, value)
-        if query.dtype not in KERNEL_DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-            new = tuple(x.float() for x in new)
-        held = self._addresses()
-        output = prompt_attention(self.library, *new, scale, held=held, threads=threads, log_mass=log_mass)
-        return output.to(query.dtype)
 
     def _take(self, key: Tensor, value: Tensor) -> None:
         """Adds tokens [B, H, T, D] for which there is room."""
@@ -349,20 +344,12 @@ class LayerCache:
         threads: int | None,
         log_mass: Tensor | None,
     ) -> Tensor:
-        dtype = query.dtype
-        if dtype not in KERNEL_DTYPES or key.dtype != dtype or value.dtype != dtype:
-            output = self._attend(full, query.float(), key.float(), value.float(), scale, threads, log_mass)
-            return output.to(dtype)
-        batch, heads, count, width = query.shape
-        output = torch.empty((batch, count, heads, width), dtype=dtype, device="cpu")
-        tensors = [query, key, value, output]
-        if log_mass is not None:
-            tensors.append(log_mass.unsqueeze(-1))
+        tensors = tensors_of(*in_one_dtype(query, key, value), log_mass)
         threads = torch.get_num_threads() if threads is None else threads
         factor = scale * LOG2_E  # the kernels compute powers of 2
         while not self.library.attend(self._addresses(), full, self.residual, threads, factor, *tensors):
-            self.reserve(count)
-        return output
+            self.reserve(query.shape[2])
+        return tensors[3].to(query.dtype)
 
     def _addresses(self) -> Buffers:
         """Returns the sizes and addresses of the buffers."""
@@ -441,7 +428,7 @@ class LayerCache:
         if last > self.segments:
             self.segments = last + max(4, self.segments // 8)
             self._resize()
-        order, bounds, means, covariance, variance = self._summarised(keys, values, parts)
+        order, bounds, means, covariance, variance = clusters_of(self.library, keys, values, parts)
         self.bounds[row, :, first:last] = bounds + place
         self.mean_values[row, :, first:last] = means
         self.used[row] = last
@@ -466,27 +453,6 @@ class LayerCache:
         if self.summed:
             self.covariance[row] = self.slope[row]  # as if the row were alone
 
-    def _summarised(self, keys: Tensor, values: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns order [H, n] and bounds [H, S, 2] int32 of clusters, mean values [H, S, D], and C' [H, D, D] and
-        variance of values [H, D] within clusters, float32.
-        """
-        heads, count, width = keys.shape
-        new = functools.partial(torch.empty, dtype=torch.float32, device="cpu")
-        order = new(heads, count, dtype=torch.int32)
-        bounds = new(heads, parts, 2, dtype=torch.int32)
-        means = new(heads, parts, width)
-        covariance = new(heads, width, width)
-        variance = new(heads, width)
-        padded_parts = -(-parts // 64) * 64
-        scratch = new(heads, padded_parts * (2 * width + 1) + count)
-        threads = torch.get_num_threads()
-        source, narrow = _source(keys, values)
-        self.library.call(
-            "clusters", width, threads, heads, count, parts, CLUSTER_SAMPLE, CLUSTER_ROUNDS, source, narrow,
-            order, bounds, means, covariance, variance, scratch, scratch.shape[1],
-        )  # fmt: skip
-        return order, bounds, means, covariance, variance
-
     def _pack(self, row: int, block: int, keys: Tensor, values: Tensor, order: Tensor | None) -> None:
         """Writes tokens [H, n, D] to a row's blocks, from `block` on."""
         heads, count, width = keys.shape
@@ -499,7 +465,7 @@ class LayerCache:
         rows = at("rows") if self.bits == 4 else at("values")
         value_scales = at("value_scales", block * BLOCK)  # it has an element for each token
         threads = torch.get_num_threads()
-        source, narrow = _source(keys, values)
+        source, narrow = source_of(keys, values)
         self.library.call(
             "pack", width, self.bits, threads, heads, count, self.blocks, source, narrow,
             order, at("keys"), at("scales"), rows, value_scales,
@@ -509,12 +475,6 @@ class LayerCache:
 def _blocks_of(tokens: Integers) -> Integers:
     """Returns the blocks that hold so many tokens, the last perhaps in part."""
     return -(-tokens // BLOCK)
-
-
-def _source(keys: Tensor, values: Tensor) -> tuple[Views, int]:
-    """Returns what the kernels take of keys and values [H, n, D], one of `KERNEL_DTYPES` both."""
-    narrow = keys.dtype == torch.bfloat16
-    return views(keys.unsqueeze(0), values.unsqueeze(0)), int(narrow)
 
 
 def _integers(numbers: Sequence[int]) -> Tensor:

@@ -27,14 +27,30 @@ def is_plain() -> bool:
 
 
 def has_bfloat16() -> bool:
-    """Returns whether this CPU multiplies matrices in bfloat16 by instructions of its own, as far as torch knows.
+    """Returns whether torch multiplies matrices in bfloat16 by instructions of their own here.
 
-    Torch takes them no more where ATEN_CPU_CAPABILITY names fewer instructions than the CPU has.
+    It takes none where ATEN_CPU_CAPABILITY names fewer instructions than the CPU has.
     """
-    if is_plain() or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return False
-    queries = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, query, bool)() for query in queries)
+    return has_amx() or (multiplies_pairs() and _torch_takes_avx512())
+
+
+def has_amx() -> bool:
+    """Returns whether torch multiplies matrices in bfloat16 by AMX here."""
+    return _has("_is_amx_tile_supported") and _torch_takes_avx512()
+
+
+def multiplies_pairs() -> bool:
+    """Returns whether this CPU multiplies pairs of bfloat16 (AVX-512 BF16), as the kernels for AVX-512 then do."""
+    return _has("_is_avx512_bf16_supported")
+
+
+def _has(query: str) -> bool:
+    """Returns what a function of torch.cpu says, which other versions of torch may lack."""
+    return not is_plain() and getattr(torch.cpu, query, bool)()
+
+
+def _torch_takes_avx512() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def compiler_refusal() -> str | None:

@@ -159,6 +159,12 @@ def views(*tensors: Tensor) -> Views:
     return Views(*numbers)
 
 
+def source_of(keys: Tensor, values: Tensor) -> tuple[Views, int]:
+    """Returns what the kernels take of keys and values [H, n, D], one of `KERNEL_DTYPES` both."""
+    narrow = keys.dtype == torch.bfloat16
+    return views(keys.unsqueeze(0), values.unsqueeze(0)), int(narrow)
+
+
 def _passed(argument: int | Tensor | Views | None) -> object:
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())

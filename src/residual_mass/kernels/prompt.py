@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from residual_mass.kernels.cpu import has_amx, multiplies_pairs
 from residual_mass.kernels.library import WIDTHS, Buffers, Library, load, views
 
 LOG2_E = 1.4426950408889634
@@ -31,7 +32,7 @@ def prompt_library(query: Tensor, key: Tensor, value: Tensor) -> Library | None:
     width = query.shape[3]
     if query.shape[2] < LEAST_TOKENS or width not in WIDTHS or value.shape[3] != width:
         return None
-    if query.dtype == torch.bfloat16 and getattr(torch.cpu, "_is_amx_tile_supported", bool)():
+    if query.dtype == torch.bfloat16 and has_amx():
         return None
     library = load()
     return None if library is None or library.target == "portable" else library
@@ -46,8 +47,25 @@ def reads_at_once(library: Library, bits: int, query: Tensor) -> bool:
         return False
     if library.target != "avx512":
         return True
-    pairs = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-    return bits == 16 and query.dtype == torch.bfloat16 and pairs
+    return bits == 16 and query.dtype == torch.bfloat16 and multiplies_pairs()
+
+
+def in_one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns them as the kernels read them: in float32 unless all are in one of `KERNEL_DTYPES`."""
+    dtype = query.dtype
+    if dtype in KERNEL_DTYPES and key.dtype == value.dtype == dtype:
+        return query, key, value
+    return query.float(), key.float(), value.float()
+
+
+def tensors_of(query: Tensor, key: Tensor, value: Tensor, log_mass: Tensor | None) -> list[Tensor]:
+    """Returns the tensors of a call in the order of `Views` of kernels.cpp; the fourth is for its outputs."""
+    batch, heads, count, width = query.shape
+    output = torch.empty((batch, count, heads, width), dtype=query.dtype, device="cpu")
+    tensors = [query, key, value, output]
+    if log_mass is not None:
+        tensors.append(log_mass.unsqueeze(-1))
+    return tensors
 
 
 def prompt_attention(
@@ -77,13 +95,10 @@ def prompt_attention(
         [B, T, H G, D] in the dtype of the queries.
     """
     batch, query_heads, count, width = query.shape
-    output = torch.empty((batch, count, query_heads, width), dtype=query.dtype, device="cpu")
-    tensors = [query, key, value, output]
-    if log_mass is not None:
-        tensors.append(log_mass.unsqueeze(-1))
+    tensors = tensors_of(query, key, value, log_mass)
     threads = torch.get_num_threads() if threads is None else threads
     shape = (width, batch, key.shape[1], query_heads, count, key.shape[2])
     narrow = query.dtype == torch.bfloat16
     seen = NO_WINDOW if window is None else min(window, NO_WINDOW)
     library.prompt(held, views(*tensors), *shape, seen, threads, narrow, scale * LOG2_E)  # the kernels have powers of 2
-    return output
+    return tensors[3]
