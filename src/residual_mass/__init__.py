@@ -1,7 +1,7 @@
 """Residual-mass accounting for partial-KV decoding: the method, and a pipeline that reproduces its paper.
 
-`PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding`, `Text`, `PackedCache` and `pack_weights` are the
-library's entry points; `residual_mass.core` holds the mathematics and needs only torch.
+`PhiMaps`, `partial_kv`, `partial_generate`, `partial_decoding`, `Text`, `PackedCache`, `pack_weights` and `load_gguf`
+are the library's entry points; `residual_mass.core` holds the mathematics and needs only torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from residual_mass.decode.generate import partial_decoding, partial_generate, partial_kv
     from residual_mass.decode.packed_backend import PackedCache
     from residual_mass.decode.text import Text
+    from residual_mass.model.loading import load_gguf
     from residual_mass.model.packed_weights import pack_weights
     from residual_mass.model.phi_maps import PhiMaps
 
@@ -24,6 +25,7 @@ __all__ = [
     "Text",
     "__version__",
     "backend_for",
+    "load_gguf",
     "pack_weights",
     "partial_decoding",
     "partial_generate",
@@ -34,6 +36,7 @@ ENTRY_POINTS = {
     "PhiMaps": "model.phi_maps",
     "Text": "decode.text",
     "backend_for": "decode.backends",
+    "load_gguf": "model.loading",
     "pack_weights": "model.packed_weights",
     "partial_decoding": "decode.generate",
     "partial_generate": "decode.generate",

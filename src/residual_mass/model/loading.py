@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ from transformers import (
 from transformers.quantizers import AutoHfQuantizer
 
 from residual_mass.files import sha256_of, sha256_text
+from residual_mass.kernels.cpu import has_bfloat16
 from residual_mass.model.identity import listed_digest
 from residual_mass.model.layers import device_of, text_config
+from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import HeadShape, open_safetensors
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts.assets import MAKE, listed_in, model_folder, require_whole
 from residual_mass.texts.corpora import special_prefix
+from residual_mass.texts.hub import gguf_file, require_hash
 
 TEMPLATE_DATE = "26 Jul 2024"
 """Date for chat templates that contain one (Llama 3's do), so that prompts do not change from day to day."""
@@ -144,12 +147,58 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
     """Loads the backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
-    with one_line_errors(where):
+    with one_line_errors(_named(where, options)), _headers(options):
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
 
 
-def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None = None) -> Backbone:
+def load_gguf(
+    file: str | Path, dtype: torch.dtype | None = None, packed: bool = True
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads the model and the tokenizer of a GGUF file.
+
+    Args:
+        file: its path, or OWNER/NAME/FILE.gguf on the hub.
+        dtype: in which the model computes; None takes bfloat16 if the CPU has instructions for it, else float32.
+        packed: whether linear layers and embeddings keep the codes that they have in the file, for a CPU
+            (`pack_weights`). False dequantises all weights.
+
+    Returns:
+        The model, in evaluation mode and without gradients, and the tokenizer.
+
+    Raises:
+        ValueError: there is no such file, it is damaged, or transformers does not know its architecture.
+    """
+    if dtype is None:
+        dtype = torch.bfloat16 if has_bfloat16() else torch.float32
+    file = gguf_file(str(file))
+    return gguf_model(file, dtype, packed), load_tokenizer(str(file), "", "gguf", Path())
+
+
+def gguf_model(file: Path, dtype: torch.dtype, packed: bool) -> PreTrainedModel:
+    """See `load_gguf`."""
+    from residual_mass.model.gguf_file import Reader, divide_frequencies, packed_model, quick_headers
+
+    where, options = _location(str(file), "", "gguf", Path())
+    config = load_config(where, **options)
+    with one_line_errors(str(file)), quick_headers():
+        if packed:
+            with suppress(NotImplementedError):  # names of tensors that only transformers knows
+                return packed_model(file, config, dtype).eval().requires_grad_(False)
+        model = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, trust_remote_code=False, **options
+        )
+        divide_frequencies(model, Reader(file))
+    model = model.eval().requires_grad_(False)
+    return pack_weights(model) if packed else model
+
+
+def load_backbone(
+    spec: BackboneSpec, assets: Path, device: torch.device | None = None, packed: bool = True
+) -> Backbone:
     """Loads the model in evaluation mode, without gradients, on the GPU if there is one.
+
+    Args:
+        packed: whether the weights of a GGUF file keep its codes, on a CPU.
 
     Raises:
         ValueError: files are missing or damaged, or a bfloat16 backbone finds no GPU.
@@ -161,10 +210,13 @@ def load_backbone(spec: BackboneSpec, assets: Path, device: torch.device | None 
                 "run on a machine with one, or through SLURM"
             )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    where, options = _location(spec.model_id, spec.revision, spec.source, assets)
-    tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
-    identity = backbone_identity(spec, assets)
     dtype = getattr(torch, spec.dtype)
+    identity = backbone_identity(spec, assets)
+    tokenizer = load_tokenizer(spec.model_id, spec.revision, spec.source, assets)
+    if spec.source == "gguf":
+        model = gguf_model(gguf_file(spec.model_id), dtype, packed and device.type == "cpu")
+        return Backbone(spec, model.to(device), tokenizer, identity)
+    where, options = _location(spec.model_id, spec.revision, spec.source, assets)
     config = load_config(where, **options)
     with one_line_errors(where):
         if spec.source == "random":
@@ -189,7 +241,7 @@ def load_config(where: str, **options: Any) -> PretrainedConfig:
         ValueError: it cannot be read, or it is of no decoder-only language model, or of weights that are quantised in a
             way unknown to transformers, which would read them as plain ones.
     """
-    with one_line_errors(where):
+    with one_line_errors(_named(where, options)), _headers(options):
         config = AutoConfig.from_pretrained(where, trust_remote_code=False, **options)
         quantised = getattr(config, "quantization_config", None)
         known = quantised is None or AutoHfQuantizer.supports_quant_method(quantised)
@@ -207,6 +259,20 @@ def load_config(where: str, **options: Any) -> PretrainedConfig:
             f"({quantised['quant_method']!r}); take weights that are not quantised, or update transformers"
         )
     return config
+
+
+def _named(where: str, options: dict[str, Any]) -> str:
+    """Returns the name of a model in messages: its folder, its GGUF file, or its name on the hub."""
+    return str(Path(where, options["gguf_file"])) if "gguf_file" in options else where
+
+
+def _headers(options: dict[str, Any]) -> AbstractContextManager[None]:
+    """Returns what reads the headers of a GGUF file quickly, where options of transformers name one."""
+    if "gguf_file" not in options:
+        return nullcontext()
+    from residual_mass.model.gguf_file import quick_headers
+
+    return quick_headers()
 
 
 def _require_all_weights(where: str, model: PreTrainedModel, found: dict[str, Any]) -> None:
@@ -297,9 +363,11 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
 
     A revision of the hub stands for all files; in the assets, the user may have written some.
     """
-    weights = {"random": "random seed 0", "hub": spec.revision}.get(spec.source)
+    weights = {"random": "random seed 0", "hub": spec.revision, "gguf": spec.revision}.get(spec.source)
     small = ""
-    if spec.source != "hub":
+    if spec.source == "gguf":
+        require_hash(gguf_file(spec.model_id), spec.revision)
+    elif spec.source != "hub":
         where, _ = _location(spec.model_id, spec.revision, spec.source, assets)
         files = [Path(where) / name for name in SMALL_FILES]
         small = listed_digest(file for file in files if file.is_file())
@@ -313,13 +381,13 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
 
 
 def is_gguf(name: str) -> bool:
-    """Returns whether a name is that of a GGUF file on this machine."""
-    return name.endswith(".gguf") and Path(name).is_file()
+    """Returns whether a model's name is that of a GGUF file, here or on the hub, and not of a folder."""
+    return name.endswith(".gguf") and not Path(name).is_dir()
 
 
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:
-    if is_gguf(model_id):
-        file = Path(model_id)
+    if source == "gguf":
+        file = gguf_file(model_id)
         return str(file.parent), {"gguf_file": file.name, "local_files_only": True}
     if source == "hub":
         return model_id, {"revision": revision}

@@ -95,29 +95,32 @@ class PackedHead(PackedLinear):
 
 
 class PackedEmbedding(nn.Module):
-    """An embedding that reads the rows of the head to which it was tied.
+    """An embedding that reads the rows of a weight in codes.
 
     Args:
-        head: its codes stay those of the head.
+        weights: a layer with the rows.
         padding_idx: as in `nn.Embedding`; it matters for gradients alone.
+        shared: whether the layer is the head to which the embedding was tied, and stays that of the model.
     """
 
     like: Tensor
     """No numbers, in the dtype that is returned."""
 
-    def __init__(self, head: PackedHead, padding_idx: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, weights: PackedLinear, padding_idx: int | None, dtype: torch.dtype, shared: bool = True) -> None:
         super().__init__()
-        self._head = [head]  # in a list, so that it is no module of this one, too
-        self.num_embeddings = head.out_features
-        self.embedding_dim = head.in_features
+        self._rows = [weights]  # in a list, so that it is no module of this one, too
+        if not shared:
+            self.rows = weights
+        self.num_embeddings = weights.out_features
+        self.embedding_dim = weights.in_features
         self.padding_idx = padding_idx
         self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Returns the vectors [..., K] of ids [...]."""
-        return self._head[0].rows(ids, self.like.dtype)
+        return self._rows[0].rows(ids, self.like.dtype)
 
     @property
     def weight(self) -> Tensor:
         """The embedding [N, K], made anew; it can neither be set nor be tied."""
-        return self._head[0].dequantised(self.like.dtype)
+        return self._rows[0].dequantised(self.like.dtype)

@@ -96,19 +96,27 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
     left = (module for module in model.modules() if not isinstance(module, PackedLinear))
     share = 1 - bytes_of(left) / before
     settle_rest(model, copy=share >= 0.5)
-    give_back_memory()
-    for name in UNSAFE_METHODS:
-        setattr(model, name, partial(refuse, name))
-    now = bytes_of(model.modules())
-    model.packed_weights = (
-        f"{summary_of(layers)}, {share:.0%} of the weights; {now / 2**20:.1f} MiB, {before / 2**20:.1f} before"
-    )
-    log.info("%s", model.packed_weights)
+    seal(model, layers, share, f"{before / 2**20:.1f} before")
     if share < 0.5:
         warnings.warn(
             f"pack_weights: most of {type(model).__name__} stays as it is: {model.packed_weights}", stacklevel=3
         )
     return model
+
+
+def seal(model: PreTrainedModel, layers: list[PackedLinear], share: float, before: str) -> None:
+    """Says how a model is packed, and refuses methods that do not know packed weights.
+
+    Args:
+        share: of the weights that are packed.
+        before: MiB that the weights had.
+    """
+    give_back_memory()
+    for name in UNSAFE_METHODS:
+        setattr(model, name, partial(refuse, name))
+    now = bytes_of(model.modules())
+    model.packed_weights = f"{summary_of(layers)}, {share:.0%} of the weights; {now / 2**20:.1f} MiB, {before}"
+    log.info("%s", model.packed_weights)
 
 
 def codes_of(weight: Tensor, bits: int, group: int, mixed: bool) -> Codes:

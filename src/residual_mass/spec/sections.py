@@ -59,13 +59,15 @@ class BackboneSettings(Settings):
 
     study: Line
     """The one study whose protocol applies to this backbone."""
-    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$")]
-    """Repository on the Hugging Face hub; with `source: assets` its last part, in lower case, names the folder under
-    `models/`."""
+    model_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./-]*$")]
+    """Repository on the Hugging Face hub, `OWNER/NAME`; with `source: assets` its last part, in lower case, names the
+    folder under `models/`; with `source: gguf` a file, by its path or as `OWNER/NAME/FILE.gguf` on the hub."""
     revision: Name
-    """Commit on the hub, 40 digits and letters a to f, or a label for the weights of the assets."""
-    source: Literal["assets", "hub", "random"]
-    """Where the weights come from; `random` takes the shape from the assets and draws the weights."""
+    """Commit on the hub, 40 digits and letters a to f; a label for the weights of the assets; or the SHA-256 of a GGUF
+    file, 64 of them."""
+    source: Literal["assets", "hub", "gguf", "random"]
+    """Where the weights come from; `gguf` keeps them in the codes of the file on a CPU; `random` takes the shape from
+    the assets and draws the weights."""
     dtype: Literal["float32", "bfloat16"]
     """Precision of weights and activations."""
     tokenizer: ShortName
@@ -88,6 +90,13 @@ class RegisteredBackbone(BackboneSettings):
             raise ValueError("a backbone in bfloat16 is run on a GPU; write `requires_gpu: true`")
         if self.source == "hub" and not re.fullmatch("[0-9a-f]{40}", self.revision):
             raise ValueError(f"revision {self.revision} may move; write the commit, 40 digits and letters a to f")
+        if self.source == "gguf":
+            if not self.model_id.endswith(".gguf"):
+                raise ValueError(f"model_id {self.model_id} is no GGUF file; write its path, or OWNER/NAME/FILE.gguf")
+            if not re.fullmatch("[0-9a-f]{64}", self.revision):
+                raise ValueError(f"revision {self.revision} is no SHA-256; write that of the file, from `sha256sum`")
+        elif not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?", self.model_id):
+            raise ValueError(f"model_id {self.model_id} is no name on the hub; write OWNER/NAME")
 
 
 # ---- feature maps ----------------------------------------------------------------------------------------------------

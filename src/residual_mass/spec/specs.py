@@ -81,7 +81,7 @@ class PromptsSpec(Settings):
     tokenizer: str
     model_id: str
     revision: str
-    tokenizer_source: Literal["assets", "hub"]
+    tokenizer_source: Literal["assets", "hub", "gguf"]
     data_source: Literal["assets", "hub"]
     examples: int
     seed: int

@@ -41,7 +41,7 @@ def prompts(checkout: Checkout, w: Wildcards) -> Work:
         tokenizer=w.tokenizer,
         model_id=owner.model_id,
         revision=owner.revision,
-        tokenizer_source="hub" if owner.source == "hub" else "assets",
+        tokenizer_source="assets" if owner.source == "random" else owner.source,
         data_source=benchmark.data_source,
         examples=examples,
         seed=benchmark.seed,

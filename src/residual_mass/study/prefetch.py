@@ -50,9 +50,9 @@ def hub_needs(specs: Iterable[dict[str, Any]]) -> tuple[list[hub.Model], list[Hu
     parts: list[HubPart] = []
     for spec in specs:
         backbone = spec.get("backbone")
-        if isinstance(backbone, dict) and backbone["source"] == "hub":
+        if isinstance(backbone, dict) and backbone["source"] in ("hub", "gguf"):
             models.append((backbone["model_id"], backbone["revision"]))
-        if spec.get("tokenizer_source") == "hub":
+        if spec.get("tokenizer_source") in ("hub", "gguf"):
             models.append((spec["model_id"], spec["revision"]))
         if "tokenizer_source" in spec and spec["data_source"] == "hub":
             parts += parts_of(spec["benchmark"], tokens_of(spec["length"])).values()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from residual_mass.files import sha256_of
 from residual_mass.spec.texts import REVISIONS, HubPart
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ MODEL_FILES = (
 """Patterns of the files that are fetched of a model: no pickles, no code."""
 PREFETCH_AGAIN = "check the network and run prefetch again, which resumes"
 Model = tuple[str, str]
-"""Name and revision."""
+"""Name and revision, or a GGUF file and its SHA-256."""
 
 
 def prefetch(models: Iterable[Model], parts: Iterable[HubPart]) -> None:
@@ -69,6 +71,9 @@ def _fetch_model(name: str, revision: str) -> None:
             raise ValueError(f"model {name} at {revision}")
         return
     log.info("model %s", name)
+    if name.endswith(".gguf"):
+        require_hash(gguf_file(name), revision)
+        return
     with one_line_hub_errors(name):
         snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
     if not is_cached(name, revision):
@@ -78,6 +83,12 @@ def _fetch_model(name: str, revision: str) -> None:
 def is_cached(model: str, revision: str) -> bool:
     """Whether configuration and all weights of a model are in the cache."""
     from huggingface_hub import try_to_load_from_cache
+
+    if model.endswith(".gguf"):
+        repository, _, file = model.rpartition("/")
+        return Path(model).is_file() or (
+            repository.count("/") == 1 and isinstance(try_to_load_from_cache(repository, file), str)
+        )
 
     def cached(name: str) -> Path | None:
         path = try_to_load_from_cache(model, name, revision=revision)
@@ -90,6 +101,33 @@ def is_cached(model: str, revision: str) -> bool:
     else:  # the file of each weight
         files.update(json.loads(index.read_text())["weight_map"].values())
     return all(cached(name) is not None for name in files)
+
+
+def gguf_file(name: str) -> Path:
+    """Returns a GGUF file of this machine, or `OWNER/NAME/FILE.gguf` in the cache, fetched first if it is not there.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    repository, _, file = name.rpartition("/")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
+        raise ValueError(f"{name}: no such file, and no name on the hub, which is OWNER/NAME/FILE.gguf; check the name")
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(repository, file)
+    if isinstance(cached, str):
+        return Path(cached)
+    with one_line_hub_errors(name, "check the name and the network, or name a file"):
+        return Path(hf_hub_download(repository, file))
+
+
+def require_hash(file: Path, sha256: str) -> None:
+    """Raises ValueError if a file is another than it is said to be."""
+    found = sha256_of(file)
+    if found != sha256:
+        raise ValueError(f"{file}: its SHA-256 is {found}, not {sha256}; fetch the file again, or correct the revision")
 
 
 def hub_rows(part: HubPart) -> Dataset:

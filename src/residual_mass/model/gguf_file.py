@@ -1,0 +1,182 @@
+"""Models of GGUF files, whose linear layers and embeddings keep the codes that the file has.
+
+What a tensor is called in transformers, and what must be done to it, is transformers' own knowledge. It dequantises
+every tensor to float32, which takes ten times the file's memory; here that is done to tensors that cannot be packed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gguf
+import numpy as np
+import torch
+from accelerate import init_empty_weights
+from gguf.gguf_reader import GGUFReader, GGUFValueType, ReaderTensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+from residual_mass.model.gguf_blocks import FORMATS, codes_of_blocks
+from residual_mass.model.packed_linear import PackedEmbedding, PackedHead, PackedLinear
+from residual_mass.model.packed_weights import is_packable, is_plain, seal, untie
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of what rotary frequencies are divided by, in files of Llama 3; transformers does not read it."""
+
+
+class Reader(GGUFReader):
+    """Reads a file's header; an array becomes a few objects, where its base class makes several of every element.
+
+    A vocabulary of 150,000 strings takes .3 s, not 4.
+    """
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+        count = int(self._get(orig_offs + 4, np.uint64)[0])
+        begin = orig_offs + 12
+        scalar = self.gguf_scalar_to_np.get(kind)
+        if kind == GGUFValueType.STRING:
+            parts, end = self._strings(begin, count)
+        elif scalar is not None:
+            values = np.asarray(self._get(begin, scalar, count))
+            parts = list(values[:, None])
+            end = begin + values.nbytes
+        else:
+            return super()._get_field_parts(orig_offs, raw_type)
+        return end - orig_offs, parts, list(range(count)), [GGUFValueType.ARRAY, kind]
+
+    def _strings(self, begin: int, count: int) -> tuple[list[memoryview], int]:
+        data = memoryview(self.data)
+        strings = []
+        for _ in range(count):
+            first = begin + 8
+            begin = first + int.from_bytes(data[begin:first], "little")
+            strings.append(data[first:begin])
+        return strings, begin
+
+
+@contextmanager
+def quick_headers() -> Iterator[None]:
+    """Lets transformers read headers by `Reader`: it reads them for the configuration, the tokenizer and the model; and
+    make gguf's table of names once, not for every module.
+    """
+    table = functools.cache(gguf.get_tensor_name_map)
+    with mock.patch.object(gguf, "GGUFReader", Reader), mock.patch.object(gguf, "get_tensor_name_map", table):
+        yield
+
+
+def packed_model(file: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Loads the model of a file for a CPU, packed.
+
+    Args:
+        config: as transformers reads it from the file.
+        dtype: of what is not packed, and in which products are returned.
+
+    Raises:
+        NotImplementedError: gguf does not know the names of this architecture's tensors.
+        ValueError: the file lacks tensors.
+    """
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    reader = Reader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    parsed: dict[str, dict[str, Tensor]] = {"tensors": {}}
+    layers = []
+    for tensor in reader.tensors:
+        name = names.get(tensor.name, "")
+        module = model.get_submodule(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        order = row_order(processor, tensor) if may_be_packed(model, name, module, tensor) else None
+        if order is not None:
+            layers.append(put(model, name.removesuffix(".weight"), module, tensor, order, dtype))
+            continue
+        numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
+        found = processor.process(weights=numbers, name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed)
+        if found.name in names:
+            parsed["tensors"][names[found.name]] = torch.from_numpy(np.array(found.weights))
+    fill(model, {name: numbers.to(dtype) for name, numbers in parsed["tensors"].items()})
+    divide_frequencies(model, reader)
+    packed = sum(layer.out_features * layer.in_features for layer in layers)
+    share = packed / (packed + sum(parameter.numel() for parameter in model.parameters()))
+    seal(model, layers, share, f"{file.stat().st_size / 2**20:.1f} in its file")
+    return model
+
+
+def may_be_packed(model: PreTrainedModel, name: str, module: nn.Module | None, tensor: ReaderTensor) -> bool:
+    """Returns whether a tensor is the weight of a linear layer, or of the embedding, in a format that can be kept."""
+    if module is None or tensor.tensor_type.name not in FORMATS:
+        return False
+    if module is model.get_input_embeddings():
+        return type(module) is nn.Embedding and is_plain(module)
+    return type(module) is nn.Linear and is_packable(name.removesuffix(".weight"), module)
+
+
+def row_order(processor: TensorProcessor, tensor: ReaderTensor) -> Tensor | None:
+    """Returns the order [N] into which transformers puts the rows of a tensor; None if it changes more than that.
+
+    Its processors are asked with the numbers of the rows in place of weights. llama.cpp stores the rows of queries and
+    keys of some families in pairs that its rotary embedding turns; others are transposed.
+    """
+    rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]
+    try:
+        order = processor.process(weights=rows, name=tensor.name, tensor_key_mapping={}, parsed_parameters={}).weights
+    except (ValueError, KeyError):  # of a shape that it cannot have
+        return None
+    if order.shape != rows.shape or not np.array_equal(np.sort(order, axis=0), rows):
+        return None
+    return torch.from_numpy(order[:, 0]).long()
+
+
+def put(
+    model: PreTrainedModel, name: str, module: nn.Module, tensor: ReaderTensor, order: Tensor, dtype: torch.dtype
+) -> PackedLinear:
+    """Puts a packed layer in the place of one without weights; an embedding reads the rows of the head to which it is
+    tied.
+    """
+    shape = tensor.shape.tolist()[::-1]
+    wanted = list(module.weight.shape)
+    if shape != wanted:
+        raise ValueError(f"{name}.weight is {shape} in its tensors, {wanted} by its header")
+    blocks = torch.from_numpy(np.array(tensor.data))
+    codes = codes_of_blocks(blocks[order], tensor.tensor_type.name)
+    head = model.get_output_embeddings()
+    is_embedding = module is model.get_input_embeddings()
+    is_tied = is_embedding and head is not None and model.config.get_text_config().tie_word_embeddings
+    kind = PackedHead if module is head or is_tied else PackedLinear
+    packed = kind(codes, shape[1], getattr(module, "bias", None), dtype)  # the bias follows
+    if is_tied:
+        untie(model)
+        model.set_output_embeddings(packed)
+    if is_embedding:
+        model.set_input_embeddings(PackedEmbedding(packed, module.padding_idx, dtype, shared=is_tied))
+    else:
+        model.set_submodule(name, packed)
+    return packed
+
+
+def fill(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    """Gives a model the tensors that are not packed; raises ValueError if it then lacks some."""
+    model.load_state_dict(tensors, strict=False, assign=True)
+    model.tie_weights()
+    missing = [name for name, tensor in model.named_parameters() if tensor.device.type == "meta"]
+    if missing:
+        raise ValueError(f"it lacks tensors ({len(missing)}, first {missing[0]})")
+
+
+def divide_frequencies(model: PreTrainedModel, reader: GGUFReader) -> None:
+    """Divides rotary frequencies by the factors that the file has for them."""
+    for tensor in reader.tensors:
+        if tensor.name == ROPE_FACTORS:
+            factors = torch.from_numpy(np.array(tensor.data))
+            for name, frequencies in model.named_buffers():
+                if name.endswith("inv_freq") and frequencies.shape == factors.shape:
+                    frequencies.div_(factors)

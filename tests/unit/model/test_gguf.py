@@ -1,0 +1,176 @@
+"""GGUF files as models: their codes are kept, and they compute what transformers computes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from tests.conftest import tiny_llama
+from tests.unit.model.gguf_files import RANDOM, blocks, write_gguf
+from tests.unit.model.weights import by_hand
+from torch import Tensor, nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from residual_mass import load_gguf
+from residual_mass.model.gguf_blocks import FORMATS, codes_of_blocks
+from residual_mass.model.packed_linear import PackedEmbedding, PackedLinear
+
+HALF = 2.0**-11
+"""Largest relative error of rounding to half precision."""
+SHAPE = {
+    "vocab_size": 258, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.1,
+}  # fmt: skip
+IDS = torch.arange(3, 43)[None]
+
+
+def weight_of(rows: np.ndarray, kind: str) -> tuple[PackedLinear, Tensor]:
+    """A layer of the blocks, and the weight that gguf's own code reads from them."""
+    stored = torch.from_numpy(gguf.dequantize(rows, GGMLQuantizationType[kind])).double()
+    codes = codes_of_blocks(torch.from_numpy(rows), kind)
+    return PackedLinear(codes, stored.shape[1], None, torch.float32), stored
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("rows, columns", [(1, 256), (17, 512), (48, 768)])
+def test_codes_and_scales_are_those_of_the_blocks(kind: str, rows: int, columns: int) -> None:
+    """Bit for bit where a scale is half a number; otherwise scale and minimum are rounded to one, and nothing else."""
+    original = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
+    original[0] *= 1e-3
+    original[:, :32] = 0
+    layer, stored = weight_of(blocks(original, kind), kind)
+    read = by_hand(layer)
+    assert layer.kept and layer.bits == FORMATS[kind].bits
+    if kind not in RANDOM:
+        assert torch.equal(read, stored) and layer.error == 0
+        return
+    groups = stored.unflatten(1, (-1, layer.group))
+    # The grid of a group spans 2^bits steps; its minimum can be as far from 0, and takes up half of the rounding.
+    steps = groups.amax(-1) - groups.amin(-1) + groups.abs().amax(-1)
+    off = (read - stored).view_as(groups).abs().amax(-1)
+    assert bool((off <= 3 * HALF * steps).all())
+    error = ((read - stored).square().sum() / stored.square().sum()).sqrt()
+    torch.testing.assert_close(layer.error, float(error), rtol=1e-3, atol=0)
+
+
+def test_the_outermost_codes_of_8_bits() -> None:
+    """llama.cpp writes -127 to 127, other tools -128."""
+    rows = blocks(np.ones((16, 64), np.float32), "Q8_0").reshape(16, 2, 34)
+    rows[:, :, 2:] = np.array([128, 127] * 16, np.uint8)
+    layer, stored = weight_of(rows.reshape(16, -1), "Q8_0")
+    x = torch.linspace(-3, 2, 64)[None]
+    torch.testing.assert_close(layer(x).double(), x.double() @ stored.T, rtol=1e-4, atol=1e-3)
+
+
+def by_layer(name: str) -> str:
+    """A format for each kind of layer, as llama.cpp mixes them."""
+    kinds = {"q_proj": "Q4_0", "k_proj": "Q5_0", "v_proj": "Q8_0", "o_proj": "Q4_1", "gate": "Q5_1", "up": "Q4_K"}
+    kinds |= {"down": "Q6_K", "embed": "Q5_K", "lm_head": "Q8_0"}
+    return next(kind for part, kind in kinds.items() if part in name)
+
+
+def qwen(tied: bool) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, head_dim=64, tie_word_embeddings=tied)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+def llama() -> PreTrainedModel:
+    return tiny_llama(layers=2, width=64)
+
+
+def gemma() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=64, sliding_window=64, tie_word_embeddings=True)).eval()
+
+
+@pytest.mark.parametrize(
+    "architecture, make", [("qwen2", lambda: qwen(False)), ("qwen2", lambda: qwen(True)), ("llama", llama)]
+)
+def test_a_packed_file_computes_what_transformers_computes(architecture: str, make: object, tmp_path: Path) -> None:
+    """In float64, so that weights alone can differ: by the scales of formats with blocks of 256."""
+    model = make()
+    file = tmp_path / "tiny.gguf"
+    tiny = model.config.intermediate_size % 256 != 0
+    write_gguf(file, model, lambda name: "Q5_1" if tiny and "down" in name else by_layer(name), architecture)
+    packed, tokenizer = load_gguf(file, torch.float64)
+    whole, _ = load_gguf(file, torch.float64, packed=False)
+    for name, layer in whole.named_modules():
+        if isinstance(layer, (nn.Linear, nn.Embedding)):
+            own = packed.get_submodule(name)
+            assert isinstance(own, (PackedLinear, PackedEmbedding))
+            size = layer.weight.square().mean().sqrt()
+            assert float((own.weight - layer.weight).abs().max() / size) < 0.02, name
+    assert not [name for name, tensor in packed.named_parameters() if tensor.ndim > 1]
+    off = (packed(IDS).logits - whole(IDS).logits).abs().max() / whole(IDS).logits.std()
+    assert float(off) < 0.02
+    ids = tokenizer("ab c", return_tensors="pt").input_ids
+    assert tokenizer.decode(packed.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)[0]).startswith(
+        "ab c"
+    )
+
+
+@pytest.mark.parametrize("make, architecture", [(lambda: qwen(True), "qwen2"), (gemma, "gemma2"), (llama, "llama")])
+def test_formats_with_scales_of_their_own_change_nothing(make: object, architecture: str, tmp_path: Path) -> None:
+    """Float64 products of weights that are bit for bit those that transformers dequantises."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, make(), lambda name: "Q8_0" if "embed" in name else "Q5_0", architecture)
+    packed, _ = load_gguf(file, torch.float64)
+    whole, _ = load_gguf(file, torch.float64, packed=False)
+    torch.testing.assert_close(packed(IDS).logits, whole(IDS).logits, rtol=1e-9, atol=1e-9)
+    assert packed.generate(IDS, max_new_tokens=3).shape == whole.generate(IDS, max_new_tokens=3).shape
+
+
+def test_what_has_no_codes_stays_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, llama(), lambda name: None if "embed" in name or "layers.0" in name else "Q4_0")
+    packed, _ = load_gguf(file, torch.float32)
+    first, second = (packed.model.layers[layer].mlp.up_proj for layer in (0, 1))
+    assert type(first) is nn.Linear and isinstance(second, PackedLinear)
+    assert type(packed.model.embed_tokens) is nn.Embedding
+    with pytest.raises(ValueError, match="save_pretrained: the model's weights are packed"):
+        packed.save_pretrained(tmp_path / "saved")
+
+
+def test_factors_of_rotary_frequencies_are_applied(tmp_path: Path) -> None:
+    """Files of Llama 3 have them, and transformers does not read them."""
+    factors = np.linspace(1, 8, 32).astype(np.float32)
+    write_gguf(tmp_path / "with.gguf", llama(), lambda name: "Q8_0", rope=factors)
+    write_gguf(tmp_path / "without.gguf", llama(), lambda name: "Q8_0")
+    for packed in (True, False):
+        found, _ = load_gguf(tmp_path / "with.gguf", torch.float32, packed)
+        plain, _ = load_gguf(tmp_path / "without.gguf", torch.float32, packed)
+        expected = plain.model.rotary_emb.inv_freq / torch.from_numpy(factors)
+        torch.testing.assert_close(found.model.rotary_emb.inv_freq, expected)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """In one line that names the file."""
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole, llama(), lambda name: "Q4_0")
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole.read_bytes()[:-4096])
+    other = tmp_path / "other.gguf"
+    other.write_text("no model")
+    for file in (cut, other):
+        with pytest.raises(ValueError, match=rf"^{file}: cannot be loaded .*; fetch it again$"):
+            load_gguf(file)
+    lacking = llama()
+    del lacking.model.layers[1].mlp.up_proj
+    write_gguf(tmp_path / "lacking.gguf", lacking, lambda name: "Q4_0")
+    narrow = llama()
+    narrow.model.layers[0].mlp.up_proj = nn.Linear(256, 64, bias=False)
+    write_gguf(tmp_path / "narrow.gguf", narrow, lambda name: "Q4_0")
+    with pytest.raises(ValueError, match=r"up_proj.weight is \[64, 256\] in its tensors, \[96, 256\] by its header"):
+        load_gguf(tmp_path / "narrow.gguf")
+    with pytest.raises(ValueError, match=r"lacks tensors \(1, first model.layers.1.mlp.up_proj.weight\)"):
+        load_gguf(tmp_path / "lacking.gguf")
+    with pytest.raises(ValueError, match="nothing.gguf: no such file, and no name on the hub"):
+        load_gguf(tmp_path / "nothing.gguf")
