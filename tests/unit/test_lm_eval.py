@@ -16,11 +16,14 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from tests.conftest import tiny_llama
 from tests.unit.decode.reference import masked_logits
 from tests.unit.model.families import FAMILIES
+from tests.unit.model.gguf_files import write_gguf
 from tests.unit.model.test_decoding import random_maps
 from transformers import PreTrainedModel
 
+from residual_mass import load_gguf
 from residual_mass.core.selection import retrieved_count
 from residual_mass.decode.text import Text
 from residual_mass.lm_eval import BadArgument, PartialKV
@@ -240,6 +243,20 @@ def test_maps_from_a_file(tiny_backbone: Backbone, tmp_path: Path) -> None:
     asked = instances("generate_until", (DOCUMENTS[0]["text"], {"until": [], "max_gen_toks": 20}))
     assert model.generate_until(asked) != plain.generate_until(asked)
     assert model.get_model_info()["partial_kv"]["phi_sha256"] == model.phi.sha256
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """It scores what the packed model scores, and knows its tokenizer."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny_llama(), lambda name: "Q8_0" if "embed" in name else "Q4_0")
+    named = PartialKV(str(file), method="topk", budget=0.5)
+    model, tokenizer = load_gguf(file, torch.float32)
+    loaded = PartialKV(model, tokenizer=tokenizer, method="topk", budget=0.5)
+    asked = instances("loglikelihood", (TEXTS[0], "yes"), (TEXTS[2], "no"))
+    assert named.loglikelihood(asked) == loaded.loglikelihood(asked)
+    assert "codes kept" in named.model.packed_weights
+    with pytest.raises(BadArgument, match="nothing.gguf: no such file"):
+        PartialKV(str(tmp_path / "nothing.gguf"), method="cache8")
 
 
 def test_packed_weights(tiny_backbone: Backbone) -> None:

@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from residual_mass import load_gguf
+from residual_mass.files import sha256_of
 from residual_mass.model.gguf_blocks import FORMATS, codes_of_blocks
+from residual_mass.model.loading import backbone_identity, load_backbone
 from residual_mass.model.packed_linear import PackedEmbedding, PackedLinear
+from residual_mass.spec.parsing import parsed
+from residual_mass.spec.sections import RegisteredBackbone
+from residual_mass.spec.specs import BackboneSpec
 
 HALF = 2.0**-11
 """Largest relative error of rounding to half precision."""
@@ -149,6 +154,42 @@ def test_factors_of_rotary_frequencies_are_applied(tmp_path: Path) -> None:
         plain, _ = load_gguf(tmp_path / "without.gguf", torch.float32, packed)
         expected = plain.model.rotary_emb.inv_freq / torch.from_numpy(factors)
         torch.testing.assert_close(found.model.rotary_emb.inv_freq, expected)
+
+
+def spec_of(file: Path, revision: str) -> BackboneSpec:
+    return BackboneSpec(
+        name="tiny", study="own", model_id=str(file), revision=revision, source="gguf", dtype="float32",
+        tokenizer="bytes", context=512,
+    )  # fmt: skip
+
+
+def test_a_study_takes_the_file_that_its_hash_names(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, llama(), lambda name: "Q4_1")
+    sha256 = sha256_of(file)
+    backbone = load_backbone(spec_of(file, sha256), tmp_path, torch.device("cpu"))
+    assert isinstance(backbone.model.lm_head, PackedLinear) and backbone.encode("abc") == [255, 66]
+    assert backbone.identity == backbone_identity(spec_of(file, sha256), tmp_path)
+    with pytest.raises(ValueError, match=f"{file}: its SHA-256 is {sha256}, not {'0' * 64}; fetch the file again"):
+        load_backbone(spec_of(file, "0" * 64), tmp_path, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"model_id": "Qwen/Qwen3-4B"}, "is no GGUF file; write its path, or OWNER/NAME/FILE.gguf"),
+        ({"revision": "main"}, "revision main is no SHA-256"),
+        ({"source": "hub", "revision": "0" * 40, "model_id": "a/b/c.gguf"}, "is no name on the hub; write OWNER/NAME"),
+    ],
+)
+def test_a_registered_file_has_a_name_and_a_hash(changed: dict[str, str], message: str) -> None:
+    entry = {
+        "title": "A", "study": "mini", "model_id": "models/a.gguf", "revision": "0" * 64, "source": "gguf",
+        "dtype": "float32", "tokenizer": "a", "context": 512,
+    }  # fmt: skip
+    parsed(RegisteredBackbone, entry, "backbones.a.")
+    with pytest.raises(ValueError, match=message):
+        parsed(RegisteredBackbone, entry | changed, "backbones.a.")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

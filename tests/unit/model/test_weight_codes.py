@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from tests.conftest import tiny_llama
+from tests.unit.model.gguf_files import write_gguf
 from tests.unit.model.weights import by_hand
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -20,9 +21,6 @@ from residual_mass import pack_weights
 from residual_mass.model.packed_linear import PackedLinear
 from residual_mass.model.packed_weights import GROUPS
 from residual_mass.model.weight_codes import Codes, codes_of_4_bits, codes_of_8_bits
-
-GGUF = {"Q4_0": GGMLQuantizationType.Q4_0, "Q4_1": GGMLQuantizationType.Q4_1}
-
 
 HALF = 2.0**-11
 """Largest relative error of rounding to half precision."""
@@ -93,42 +91,12 @@ def test_blocks_of_a_gguf_file_are_kept_bit_for_bit(kind: str) -> None:
         assert torch.equal(found.codes.view(64, 3, 32), torch.cat((nibbles & 15, nibbles >> 4), -1))
 
 
-def write_gguf(path: Path, model: PreTrainedModel) -> None:
-    """A small Llama as llama.cpp quantises it: layers in Q4_1 and Q4_0 in turn, the tied embedding in Q8_0."""
-    writer = GGUFWriter(path, "llama")
-    config = model.config
-    writer.add_context_length(512)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    names = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.layers": "blk",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    for name, parameter in model.named_parameters():
-        if name.startswith("lm_head"):
-            continue
-        kind = list(GGUF.values())["layers.1" in name] if parameter.ndim == 2 else None
-        kind = GGMLQuantizationType.Q8_0 if "embed" in name else kind
-        for ours, theirs in names.items():
-            name = name.replace(ours, theirs)
-        weight = parameter.detach().numpy()
-        writer.add_tensor(name, weight if kind is None else quantize(weight, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gguf_file_keeps_its_codes(dtype: torch.dtype, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "tiny.gguf", tiny_llama(layers=2))
+    kinds = {"embed": "Q8_0", "lm_head": "Q8_0", "layers.0": "Q4_0", "layers.1": "Q4_1"}
+    write_gguf(
+        tmp_path / "tiny.gguf", tiny_llama(layers=2), lambda name: next(kinds[part] for part in kinds if part in name)
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=dtype)
     weights = {name: layer.weight.detach() for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     pack_weights(model)
