@@ -8,6 +8,7 @@ gets no hours, because rates of another model would be a guess.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from residual_mass.spec.settings import tokens_of
 from residual_mass.spec.specs import ForceSpec, Job, read_jobs
 from residual_mass.spec.tasks import task_named, tasks_of
 
+log = logging.getLogger(__name__)
 STAGE_OF_RULE = {"train": "train", "train_variants": "train", "generate": "generate", "force": "force"}
 """The stage of each rule that trains or decodes."""
 FINISHED = ("generations/*/*", "forced/*", "phi/*")
@@ -134,9 +136,12 @@ def rates_of(results: Path) -> list[Rate]:
     rates = []
     for path in sorted(path for pattern in FINISHED for path in results.glob(f"{pattern}.meta.json")):
         meta = read_json(path)
-        length = tokens_of(meta["spec"]["length"])
-        for stage, seconds in _seconds(meta, length):
-            rates.append(Rate(meta["spec"]["backbone"]["name"], stage, length, seconds))
+        try:
+            length = tokens_of(meta["spec"]["length"])
+            name = meta["spec"]["backbone"]["name"]
+            rates += [Rate(name, stage, length, seconds) for stage, seconds in _seconds(meta, length)]
+        except (KeyError, TypeError, ValueError):
+            log.warning("%s: not the record of a job; delete it, and its job gives a rate when it runs again", path)
     return rates[::-1]
 
 

@@ -88,6 +88,20 @@ def test_hours_are_units_of_work_times_the_nearest_measured_seconds(job: Job, se
     assert estimate.time_left([job], results) == f"1 jobs that train or decode, about {seconds / 3600:.2f} hours"
 
 
+@pytest.mark.parametrize(
+    "record", ["{}", "[]", '{"spec": {"length": "x"}}', '{"spec": {"length": "1k", "backbone": 5}}']
+)
+def test_a_damaged_record_gives_no_rate_and_is_named(
+    record: str, results: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = estimate.rates_of(results)
+    damaged = results / "phi" / "smol_4k.safetensors.meta.json"
+    damaged.parent.mkdir(exist_ok=True)
+    damaged.write_text(record)
+    assert estimate.rates_of(results) == whole
+    assert f"{damaged}: not the record of a job; delete it" in caplog.text
+
+
 def test_what_has_no_rate_gets_no_hours(results: Path) -> None:
     known, unknown = training("smol", "1k"), training("3b", "1k")
     both = "2 jobs that train or decode, about 4.00 hours without the 1 that have no rate measured here yet"

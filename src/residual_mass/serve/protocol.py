@@ -91,6 +91,14 @@ class Sampled(Closed):
     n: Annotated[int, Field(ge=1, le=MOST_TEXTS)] | None = Field(None, description="answers to each prompt")
     cache_prompt: bool | None = Field(None, description="false reads the whole prompt, and keeps nothing")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_nothing(cls, value: Any) -> Any:
+        """Leaves out refused fields that switch nothing on: clients send defaults such as `background: false`."""
+        if not isinstance(value, dict):
+            return value
+        return {name: each for name, each in value.items() if name not in cls.REFUSED or not asks_nothing(each)}
+
     @field_validator("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
                      mode="before")  # fmt: skip
     @classmethod
@@ -146,6 +154,10 @@ class Sampled(Closed):
         messages = dict.fromkeys(each["msg"].removeprefix("Value error, ") for at, each in within if at == deepest)
         message = ", or ".join(messages).replace(", or Input should be", " or")
         return Bad(f"{place}: {message}" if place else message, name)
+
+
+def asks_nothing(value: Any) -> bool:
+    return value is False or value in ("", [], {})
 
 
 def place_of(error: Any, body: Any) -> tuple[str | int, ...]:

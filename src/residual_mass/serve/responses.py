@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from residual_mass.serve.answers import LogProb, Piece, Question
-from residual_mass.serve.protocol import COMMON_IGNORED, Bad, ChatRequest, Closed, Sampled, TextPart
+from residual_mass.serve.protocol import COMMON_IGNORED, Bad, ChatRequest, Closed, JsonSchema, Sampled, TextPart
 from residual_mass.serve.service import Service
 
 
@@ -24,6 +24,21 @@ class InputMessage(Closed):
     type: Literal["message"] = "message"
     id: str | None = None
     status: str | None = None
+
+
+class TextFormat(JsonSchema):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The `response_format` of /v1/chat/completions."""
+        schema = self.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {"type": self.type} | ({"json_schema": schema} if self.type == "json_schema" else {})
+
+
+class TextSettings(Closed):
+    format: TextFormat | None = None
+    verbosity: str | None = None  # for other models
 
 
 class ResponsesRequest(Sampled):
@@ -45,6 +60,7 @@ class ResponsesRequest(Sampled):
     input: str | Annotated[list[InputMessage], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: TextSettings | None = None
 
 
 ALWAYS = {
@@ -73,7 +89,10 @@ def chat_of(asked: ResponsesRequest) -> ChatRequest:
     given = [{"role": "user", "content": asked.input}]
     if not isinstance(asked.input, str):
         given = [message.model_dump(include={"role", "content"}) for message in asked.input]
-    shared = asked.model_dump(exclude={"input", "instructions", "max_output_tokens", "stop"}, exclude_none=True)
+    own = {"input", "instructions", "max_output_tokens", "stop", "text"}
+    shared = asked.model_dump(exclude=own, exclude_none=True)
+    if asked.text is not None and asked.text.format is not None:
+        shared["response_format"] = asked.text.format.asked
     if asked.stop:
         shared["stop"] = asked.stop
     return ChatRequest(messages=messages + given, max_tokens=asked.max_output_tokens, **shared)
@@ -105,6 +124,7 @@ class Response:
         return {
             **ALWAYS,
             **{name: getattr(self.asked, name) for name in ECHOED},
+            **self.asked.model_dump(include={"text"}, by_alias=True, exclude_none=True),
             "id": self.id,
             "created_at": self.created,
             "model": self.service.name,

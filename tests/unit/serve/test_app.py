@@ -175,7 +175,15 @@ def test_responses(asking: Asking) -> None:
     assert "".join(part["delta"] for part in parts if part["type"] == "response.output_text.delta") == text
     talk = [{"role": "user", "content": [{"type": "input_text", "text": "Tell a tale."}]}]
     assert asking.post("responses", {**body, "input": talk})[1]["output"][0]["content"][0]["text"] == text
-    for wrong in ({"n": 2}, {"previous_response_id": "a"}, {"tools": []}, {"input": []}, {"input": 5}, {"text": {}}):
+    nothing = {"tools": [], "background": False, "text": {"format": {"type": "text"}}, "previous_response_id": None}
+    assert asking.post("responses", {**body, **nothing})[1]["output"][0]["content"][0]["text"] == text
+    schema = {"type": "json_schema", "name": "a", "schema": {"enum": ["red"]}}
+    chosen = asking.post("responses", {**body, "text": {"format": schema}})[1]
+    assert json.loads(chosen["output"][0]["content"][0]["text"]) == "red" and chosen["text"]["format"] == schema
+    for wrong in (
+        {"n": 2}, {"previous_response_id": "a"}, {"tools": [1]}, {"background": True}, {"input": []}, {"input": 5},
+        {"text": {"format": {"type": "xml"}}},
+    ):  # fmt: skip
         assert asking.refusal("responses", {**body, **wrong})["param"] == next(iter(wrong))
 
 
