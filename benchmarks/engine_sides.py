@@ -119,17 +119,23 @@ class Transformers:
         torch.set_num_threads(options["threads"])
         self.torch = torch
         self.transformers = transformers
+        self.options = options
         self.streamer = Streamer
         self.recorder = Recorder()
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         dtype = getattr(torch, options.get("dtype", "float32"))
         transformers.utils.logging.set_verbosity_error()
         self.libraries = status()["VmRSS"]
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            options["model"], dtype=dtype, use_safetensors=True, local_files_only=True
-        ).eval()
+        self.model = self.loaded(dtype)
         self.model.generation_config.eos_token_id = None
         self.cache: Any = None
+
+    def loaded(self, dtype: Any) -> Any:
+        where = Path(self.options["model"])
+        file = {"gguf_file": where.name} if where.is_file() else {"use_safetensors": True}
+        where = where.parent if where.is_file() else where
+        kind = self.transformers.AutoModelForCausalLM
+        return kind.from_pretrained(where, dtype=dtype, local_files_only=True, **file).eval()
 
     def clear(self) -> None:
         self.cache = None
@@ -177,19 +183,26 @@ class Transformers:
 
 
 class ResidualMass(Transformers):
-    """A method over a packed cache. Weights are float32, or packed to `bits`; a step may be compiled."""
+    """A method over a packed cache. Weights are float32, the codes of the file, or packed to `bits`; a step may be
+    compiled.
+    """
 
     def __init__(self, options: dict[str, Any]) -> None:
         import residual_mass
 
         self.package = residual_mass
-        self.options = options
         super().__init__(options)
         self.version = f"residual_mass {residual_mass.__version__}, {self.version}"
-        if options.get("bits"):
-            residual_mass.pack_weights(self.model, bits=options["bits"])
-            gc.collect()
         self.opened()  # raises ValueError without kernels
+
+    def loaded(self, dtype: Any) -> Any:
+        if self.options.get("codes"):
+            return self.package.load_gguf(self.options["gguf"])[0]
+        model = super().loaded(dtype)
+        if self.options.get("bits"):
+            self.package.pack_weights(model, bits=self.options["bits"])
+            gc.collect()
+        return model
 
     def opened(self) -> Any:
         return self.package.PackedCache(self.model, self.options["method"])

