@@ -171,7 +171,8 @@ def load_gguf(
     if dtype is None:
         dtype = torch.bfloat16 if has_bfloat16() else torch.float32
     file = gguf_file(str(file))
-    return gguf_model(file, dtype, packed), load_tokenizer(str(file), "", "gguf", Path())
+    tokenizer = load_tokenizer(str(file), "", "gguf", Path())
+    return gguf_model(file, dtype, packed), tokenizer
 
 
 def gguf_model(file: Path, dtype: torch.dtype, packed: bool) -> PreTrainedModel:
