@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -43,11 +44,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--methods", nargs="+", default=["scan4_regression_64", "cache8"])
     parser.add_argument("--budgets", type=float, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--dtype", default="float32", help="of the model; bfloat16 reads long prompts in less time")
     parser.add_argument("--assets", type=Path, default=Path("results/assets"))
     parser.add_argument("--out", type=Path, default=Path("free_running.csv"))
     options = parser.parse_args()
     device = torch.device("cpu")
-    backbone = load_backbone(find_model(options.model, options.assets, device), options.assets, device)
+    spec = replace(find_model(options.model, options.assets, device), dtype=options.dtype)
+    backbone = load_backbone(spec, options.assets, device)
     arms = [
         ArmSpec(name, budget if method_named(name).chooses else 100)
         for name in options.methods
