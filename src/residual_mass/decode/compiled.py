@@ -8,7 +8,8 @@ A graph is of the model as it was. Torch's guards compare its modules, their att
 no hooks and no methods of classes: guards on hooks took .7 ms more a step of 30 layers. These are in the key.
 
 Guards, and what fetches the model's tensors, take a sixth of a step of 30 layers. Where nothing runs between the steps
-of a text that could change the model (`leaves_model`), they run once, and later steps call what was compiled at once.
+of a text that could change the model (`leaves_model`), they run in the first two, and later steps call at once what was
+compiled.
 
 Shape letters: B = batch rows, T = new tokens, V = vocabulary.
 """
@@ -164,24 +165,25 @@ class Call(NamedTuple):
     inputs: tuple[Any, ...]
     outputs: Sequence[Any]
 
-    def repeated(self, own: Sequence[Tensor], logits: Tensor) -> Callable[..., Tensor] | None:
-        """Returns a function of other tensors in place of `own` that returns what `logits` was, None if the call has
-        no such inputs and output.
+    def repeated(self, own: Sequence[Tensor], before: Call | None) -> Callable[..., Tensor] | None:
+        """Returns a function of other tensors in place of `own` that computes what this call did; None if more than
+        these differs from the call before, as in a model that keeps something of its last call.
         """
         places = [[place for place, each in enumerate(self.inputs) if each is tensor] for tensor in own]
-        of_logits = [place for place, each in enumerate(self.outputs) if each is logits]
-        if len(of_logits) != 1 or any(len(each) > 1 for each in places) or not places[0]:
+        if before is None or before.function is not self.function or len(self.outputs) != 1:
+            return None
+        others = set(range(len(self.inputs))).difference(*places)
+        if any(self.inputs[place] is not before.inputs[place] for place in others):
             return None
         function = self.function
         inputs = self.inputs
-        output = of_logits[0]
 
-        def again(*others: Tensor) -> Tensor:
+        def again(*tensors: Tensor) -> Tensor:
             given = list(inputs)
-            for at, tensor in zip(places, others, strict=True):
+            for at, tensor in zip(places, tensors, strict=True):
                 for place in at:  # a graph that does not read a tensor has no such input
                     given[place] = tensor
-            return function(*given)[output]
+            return function(*given)[0]
 
         return again
 
@@ -203,7 +205,8 @@ class CompiledStep:
 
     Args:
         may_compile: whether to make a graph where there is none for the model as it is.
-        alone: whether nothing that could change the model runs between steps, so that guards are evaluated once.
+        alone: whether nothing that could change the model runs between steps, so that guards are evaluated in the first
+            two alone.
     """
 
     def __init__(self, model: PreTrainedModel, may_compile: bool, alone: bool = False) -> None:
@@ -214,8 +217,9 @@ class CompiledStep:
         """What decides the key without a look at the modules, when the key was made last."""
         self._key: Key | None = None
         self._graph: Graph | None = None
+        self._last: Call | None = None
         self._again: Callable[..., Tensor] | None = None
-        """Calls what guards have called, while `_graph` and the mode of the thread stay."""
+        """Calls what guards have called twice, while `_graph` and the mode of the thread stay."""
         self._began: float | None = None
         """When torch began to make a graph in the running call."""
         self._stale = False
@@ -235,7 +239,8 @@ class CompiledStep:
         try:
             logits = graph.call(self.model, ids, positions, mask)
             if self.alone:
-                self._again = _calling.last.repeated((ids, positions, mask), logits)
+                self._again = _calling.last.repeated((ids, positions, mask), self._last)
+                self._last = _calling.last
         finally:
             _calling.step = _calling.last = None
         if self._began is not None:
@@ -252,7 +257,7 @@ class CompiledStep:
         seen = (batch, torch.get_num_threads(), inference, RemovableHandle.next_id, torch.is_grad_enabled())
         if self._graph is None or seen != self._seen or self._key.hooks:
             self._seen = seen
-            self._again = None
+            self._last = self._again = None
             self._key = Key(*seen[:3], *_hooks_and_methods(self.model))
             self._graph = _kept_graph(self.model, self._key)
         return self._graph

@@ -139,7 +139,7 @@ def partial_decoding(
         compile: whether `torch.compile` makes one graph of a step, on a CPU: it takes up to a minute or two the first
             time, some seconds in a later process, and nothing in a later call. "auto" compiles if so many tokens are
             asked for that it repays. Logits differ by rounding. Before every step it is checked whether the model is
-            still what was compiled; only before the first one if streamer, logits processors and stopping criteria are
+            still what was compiled; only before the first two if streamer, logits processors and stopping criteria are
             of transformers, or say by an attribute `leaves_model` = True that they do not change the model.
 
     Raises:

@@ -343,6 +343,26 @@ def test_what_the_compiler_raises_ends_no_text(monkeypatch: pytest.MonkeyPatch, 
         assert_same(answered(model, ids, 3, True, "full"), expected, tolerance=0)
 
 
+class Remembering(LlamaForCausalLM):
+    """Adds the logits of the call before."""
+
+    earlier = torch.zeros(1, 1, 101, dtype=torch.float64)
+
+    def forward(self, *args, **options):  # noqa: ANN002, ANN003, ANN201
+        output = super().forward(*args, **options)
+        output.logits = output.logits + self.earlier
+        self.earlier = output.logits / 2
+        return output
+
+
+def test_a_model_that_remembers_its_last_call_keeps_its_guards() -> None:
+    outputs = []
+    for how in (True, False):
+        model = small_model(Remembering)
+        outputs.append(answered(model, ids_of(1, 20), 8, how, "full"))
+    assert_same(*outputs)
+
+
 class Unsure(LlamaForCausalLM):
     """Cannot become one graph: what it does depends on numbers."""
 
