@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ FUNCTIONS = (
 """In the order of `Torch` in torch.hpp."""
 
 
-@functools.cache
+_registering = threading.Lock()
+
+
 def product_operations() -> tuple[torch._ops.OpOverload, ...]:
     """Returns operations for 1 to `MOST` weights; none without kernels.
 
@@ -38,6 +41,12 @@ def product_operations() -> tuple[torch._ops.OpOverload, ...]:
     Raises:
         AttributeError: this torch has no such functions.
     """
+    with _registering:
+        return _registered()
+
+
+@functools.cache
+def _registered() -> tuple[torch._ops.OpOverload, ...]:
     library = load()
     if library is None:
         return ()
