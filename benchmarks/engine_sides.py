@@ -96,6 +96,8 @@ class Transformers:
         from transformers.generation.streamers import BaseStreamer
 
         class Recorder(LogitsProcessor):
+            leaves_model = True
+
             def __init__(self) -> None:
                 self.rows: list[torch.Tensor] = []
 
@@ -104,6 +106,8 @@ class Transformers:
                 return scores
 
         class Streamer(BaseStreamer):
+            leaves_model = True
+
             def __init__(self, emit: Emit) -> None:
                 self.emit = emit
                 self.begun = False

@@ -4,8 +4,12 @@ The model holds no state in a call of ours (`decode.text`), and its attention is
 (`model.hook.attend`). So the graph stays the same while texts grow, over turns, methods and lengths. There is one for
 each model and `Key`. Inductor keeps what it compiled on disk, in TORCHINDUCTOR_CACHE_DIR.
 
-A graph is of the model as it was. Torch's guards compare its modules, their attributes and tensors before every step,
-but no hooks and no methods of classes: guards on hooks took .7 ms more a step of 30 layers. These are in the key.
+A graph is of the model as it was. Torch's guards compare its modules, their attributes and tensors before a step, but
+no hooks and no methods of classes: guards on hooks took .7 ms more a step of 30 layers. These are in the key.
+
+Guards, and what fetches the model's tensors, take a sixth of a step of 30 layers. Where nothing runs between the steps
+of a text that could change the model (`leaves_model`), they run in the first two, and later steps call at once what was
+compiled.
 
 Shape letters: B = batch rows, T = new tokens, V = vocabulary.
 """
@@ -22,7 +26,7 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +57,7 @@ _graphs: weakref.WeakKeyDictionary[PreTrainedModel, dict[Key, Graph]] = weakref.
 _keeping = threading.Lock()
 """Held while graphs are looked up, added and dropped."""
 _calling = threading.local()
-"""`step` is the `CompiledStep` whose graph is called, or made, in this thread."""
+"""`step` is the `CompiledStep` whose graph is called, or made, in this thread; `last` its last `Call`."""
 
 
 def compile_refusal(model: PreTrainedModel) -> str | None:
@@ -67,11 +71,14 @@ def compile_refusal(model: PreTrainedModel) -> str | None:
     return compiler_refusal()
 
 
-def step_for(model: PreTrainedModel, compile: bool | str, batch: int, tokens: int) -> CompiledStep | None:
+def step_for(
+    model: PreTrainedModel, compile: bool | str, batch: int, tokens: int, alone: bool = False
+) -> CompiledStep | None:
     """Returns what takes the steps of so many texts: a compiled step of the model, or None for the model itself.
 
     Args:
         compile: whether to compile; "auto" does if so many tokens repay it, or takes a graph that there is.
+        alone: of `CompiledStep`.
 
     Raises:
         ValueError: `compile` is true, and the model cannot be compiled.
@@ -82,17 +89,34 @@ def step_for(model: PreTrainedModel, compile: bool | str, batch: int, tokens: in
     if compile is True:
         if refusal is not None:
             raise ValueError(f"compile=True is not possible: {refusal}; leave compile out")
-        return CompiledStep(model, may_compile=True)
+        return CompiledStep(model, may_compile=True, alone=alone)
     if refusal is not None:
         if tokens >= REPAID and device_of(model).type == "cpu":
             tell_once(model, log, f"steps of {type(model).__name__} are not compiled: {refusal}")
         return None
-    step = CompiledStep(model, may_compile=False)
+    step = CompiledStep(model, may_compile=False, alone=alone)
     graph = step.graph(batch)
     if graph.failed:
         return None
     step.may_compile = tokens >= REPAID or (tokens >= REPAID_FROM_DISK and _is_on_disk(model, batch))
     return step if graph.made or step.may_compile else None
+
+
+def leaves_model(*parts: Any) -> bool:
+    """Returns whether nothing but code of transformers and of this package runs in what is called between two steps:
+    streamers, logits processors and stopping criteria. An attribute `leaves_model` that is true speaks for other code.
+    """
+    for part in parts:
+        if part is not None and not getattr(part, "leaves_model", False):
+            held = filter(callable, vars(part).values())  # a processor may hold a function of its user
+            if not all(_is_ours(each) or inspect.isbuiltin(each) for each in (part, *held)):
+                return False
+    return True
+
+
+def _is_ours(part: Any) -> bool:
+    package = (getattr(part, "__module__", None) or "").partition(".")[0]
+    return package in ("transformers", "residual_mass")
 
 
 class Key(NamedTuple):
@@ -127,7 +151,53 @@ class Graph:
         """Computes `_step_logits`; `torch.compile` already looks for inductor's folder, and may fail."""
         # Torch keeps graphs by code object, up to a limit: a copy of it gives a key graphs of its own.
         own = types.FunctionType(_step_logits.__code__.replace(), _step_logits.__globals__)
-        return torch.compile(own, fullgraph=True, dynamic=False, options=options_here())
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=_compiled)
+
+
+class Call(NamedTuple):
+    """A call of what inductor compiled, by torch's guards: what they passed to it, and what it returned.
+
+    Attributes:
+        inputs: the model's tensors, and those of the step.
+    """
+
+    function: Callable[..., Sequence[Any]]
+    inputs: tuple[Any, ...]
+    outputs: Sequence[Any]
+
+    def repeated(self, own: Sequence[Tensor], before: Call | None) -> Callable[..., Tensor] | None:
+        """Returns a function of other tensors in place of `own` that computes what this call did; None if more than
+        these differs from the call before, as in a model that keeps something of its last call.
+        """
+        places = [[place for place, each in enumerate(self.inputs) if each is tensor] for tensor in own]
+        if before is None or before.function is not self.function or len(self.outputs) != 1:
+            return None
+        others = set(range(len(self.inputs))).difference(*places)
+        if any(self.inputs[place] is not before.inputs[place] for place in others):
+            return None
+        function = self.function
+        inputs = self.inputs
+
+        def again(*tensors: Tensor) -> Tensor:
+            given = list(inputs)
+            for at, tensor in zip(places, tensors, strict=True):
+                for place in at:  # a graph that does not read a tensor has no such input
+                    given[place] = tensor
+            return function(*given)[0]
+
+        return again
+
+
+def _compiled(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    """Compiles a graph as torch's own backend does, and notes its calls."""
+    function = torch._inductor.compile(graph, inputs, options=options_here())
+
+    def call(*given: Any) -> Sequence[Any]:
+        outputs = function(*given)
+        _calling.last = Call(function, given, outputs)
+        return outputs
+
+    return call
 
 
 class CompiledStep:
@@ -135,15 +205,21 @@ class CompiledStep:
 
     Args:
         may_compile: whether to make a graph where there is none for the model as it is.
+        alone: whether nothing that could change the model runs between steps, so that guards are evaluated in the first
+            two alone.
     """
 
-    def __init__(self, model: PreTrainedModel, may_compile: bool) -> None:
+    def __init__(self, model: PreTrainedModel, may_compile: bool, alone: bool = False) -> None:
         self.model = model
         self.may_compile = may_compile
+        self.alone = alone
         self._seen: tuple[Any, ...] = ()
         """What decides the key without a look at the modules, when the key was made last."""
         self._key: Key | None = None
         self._graph: Graph | None = None
+        self._last: Call | None = None
+        self._again: Callable[..., Tensor] | None = None
+        """Calls what guards have called twice, while `_graph` and the mode of the thread stay."""
         self._began: float | None = None
         """When torch began to make a graph in the running call."""
         self._stale = False
@@ -156,12 +232,17 @@ class CompiledStep:
             Exception: whatever torch raises where a graph cannot be made. No attention was computed then.
         """
         graph = self.graph(len(ids))
+        if self._again is not None:
+            return self._again(ids, positions, mask)
         self._began = None
         _calling.step = self
         try:
             logits = graph.call(self.model, ids, positions, mask)
+            if self.alone:
+                self._again = _calling.last.repeated((ids, positions, mask), self._last)
+                self._last = _calling.last
         finally:
-            _calling.step = None
+            _calling.step = _calling.last = None
         if self._began is not None:
             log.warning("compiled the decode step in %.0f s", time.perf_counter() - self._began)
             _write_record(self.model, len(ids), time.perf_counter() - self._began)
@@ -173,9 +254,10 @@ class CompiledStep:
         """Returns the graph for so many texts, the model as it is and the mode of the thread, made or not."""
         inference = torch.is_inference_mode_enabled()
         # The number of hooks that were ever registered tells whether there can be new ones.
-        seen = (batch, torch.get_num_threads(), inference, RemovableHandle.next_id)
+        seen = (batch, torch.get_num_threads(), inference, RemovableHandle.next_id, torch.is_grad_enabled())
         if self._graph is None or seen != self._seen or self._key.hooks:
             self._seen = seen
+            self._last = self._again = None
             self._key = Key(*seen[:3], *_hooks_and_methods(self.model))
             self._graph = _kept_graph(self.model, self._key)
         return self._graph

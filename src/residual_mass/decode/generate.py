@@ -27,7 +27,7 @@ from transformers.generation import (
 )
 
 from residual_mass.decode.backends import backend_for, require_maps
-from residual_mass.decode.compiled import step_for
+from residual_mass.decode.compiled import leaves_model, step_for
 from residual_mass.decode.generation_settings import require_settings
 from residual_mass.decode.packed_backend import PackedCache
 from residual_mass.decode.supported import require_served
@@ -138,7 +138,9 @@ def partial_decoding(
         streamer: receives the prompt and every token, because `generate` passes its own to no `custom_generate`.
         compile: whether `torch.compile` makes one graph of a step, on a CPU: it takes up to a minute or two the first
             time, some seconds in a later process, and nothing in a later call. "auto" compiles if so many tokens are
-            asked for that it repays. Logits differ by rounding.
+            asked for that it repays. Logits differ by rounding. Before every step it is checked whether the model is
+            still what was compiled; only before the first two if streamer, logits processors and stopping criteria are
+            of transformers, or say by an attribute `leaves_model` = True that they do not change the model.
 
     Raises:
         ValueError: the method is unknown, the budget missing or out of range, the maps are missing, not needed or of
@@ -285,12 +287,13 @@ class Decoding:
             streamer.put(ids.cpu())
         room = 0 if config.max_length is None else config.max_length - ids.shape[1]
         backend = backend_for(model, self.arm, self.anchors, self.phi, options.get("past_key_values"), room)
-        text = Text(model, backend, padding_of(mask), step_for(model, self.compile, len(ids), room))
+        processor = options["logits_processor"]
+        criteria = options["stopping_criteria"]
+        alone = leaves_model(streamer, *processor, *criteria)
+        text = Text(model, backend, padding_of(mask), step_for(model, self.compile, len(ids), room, alone))
         logits = read(text, prompt, config.prefill_chunk_size, inputs)
         before = text.tokens
-        output = continued(
-            text, ids, logits, config, options["logits_processor"], options["stopping_criteria"], streamer
-        )
+        output = continued(text, ids, logits, config, processor, criteria, streamer)
         if text.tokens > before:
             self.steps.update(dict.fromkeys(text.full_layers, text.tokens - before))
         return output

@@ -5,6 +5,7 @@
 #include "pack.hpp"
 #include "products.hpp"
 #include "prompt.hpp"
+#include "torch.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -25,7 +26,7 @@ static int64_t with_width(int width, F f) {
 }
 
 // What `library.py` asks for: another number whenever the meaning of an argument or of `Buffers` changes.
-EXPORT int interface() { return 6; }
+EXPORT int interface() { return 7; }
 
 // Whether heads of this dimension are served.
 EXPORT int serves(int width) {
@@ -231,4 +232,46 @@ EXPORT int64_t dequantise(const int32_t* words, const uint16_t* scales, const in
     dequantise_all<BITS>(weights, threads, Result{to, (size_t)weights.blocks() * ROWS_OF_BLOCK, (bool)narrow});
     return 0;
   });
+}
+
+// Takes what operations need of torch.
+EXPORT void connect(const Torch* functions) { torch_functions = *functions; }
+
+// Arguments of weights, from one on, whose tensors are released with this.
+struct WeightArguments {
+  static constexpr int COUNT = 6;  // words, scales, exponents, N, group, middle
+  const uint64_t *own, *end;
+  ~WeightArguments() {
+    for (; own < end; own += COUNT)
+      for (int i = 0; i < 3; i++) Tensor{own[i]};
+  }
+};
+
+// An operation of torch: the products of activations [.., K] with several weights, side by side [.., the sum of N]. Its
+// arguments are the activations, the number of threads, and those of each weight.
+EXPORT void multiply_operation(uint64_t* stack, uint64_t arguments, uint64_t) {
+  const Tensor x(stack[0]);
+  WeightArguments rest{stack + 2, stack + arguments};
+  const int threads = stack[1], dimensions = x.dimensions(), type = x.type();
+  const bool narrow = type == torch_functions.bfloat16, single = type == torch_functions.float32;
+  if (!(narrow || single) || !x.contiguous() || dimensions < 1 || dimensions > MOST_DIMENSIONS)
+    throw std::invalid_argument("activations are contiguous, in float32 or bfloat16");
+  int64_t sizes[MOST_DIMENSIONS], count = 1, rows = 0, first = 0;
+  std::copy_n(x.sizes(), dimensions, sizes);
+  for (int i = 0; i < dimensions - 1; i++) count *= sizes[i];
+  const int columns = sizes[dimensions - 1];
+  for (const uint64_t* own = rest.own; own < rest.end; own += rest.COUNT) rows += own[3];
+  sizes[dimensions - 1] = rows;
+  Tensor output(made(dimensions, sizes, type));
+  char* const to = (char*)output.data();
+  int64_t done = 0;
+  while (rest.own < rest.end) {
+    const uint64_t* own = std::exchange(rest.own, rest.own + rest.COUNT);
+    const Tensor words(own[0]), scales(own[1]), exponents(own[2]);
+    done |= multiply((const int32_t*)words.data(), (const uint16_t*)scales.data(), (const int32_t*)exponents.data(), own[3], columns, words.sizes()[2],
+                     own[4], own[5], scales.sizes()[2] - 1, x.data(), count, narrow, to + first * (narrow ? 2 : 4), rows, threads);
+    first += own[3];
+  }
+  if (done) throw std::bad_alloc();
+  stack[0] = (uint64_t)std::exchange(output.handle, nullptr);
 }

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
-INTERFACE = 6
+INTERFACE = 7
 """Result of `interface` of a library that was built from these sources."""
 LAYOUT = 4
 """Number of the layout of buffers and of what is told of them, which saved states of packed caches have."""
@@ -139,6 +139,15 @@ class Library:
         words, scales, exponents, rows, group, middle = weights
         addresses = words.data_ptr(), scales.data_ptr(), exponents.data_ptr()
         return *addresses, rows, columns, words.shape[2], group, middle, scales.shape[2] - 1
+
+    @property
+    def multiply_operation(self) -> ctypes.c_void_p:
+        """Address of `multiply_operation` of kernels.cpp, which torch's dispatcher calls."""
+        return ctypes.cast(self._functions.multiply_operation, ctypes.c_void_p)
+
+    def connect(self, functions: ctypes.Array[ctypes.c_int64]) -> None:
+        """Gives the library the functions of torch that its operations call, in the order of torch.hpp."""
+        self._functions.connect(functions)
 
     def prompt(self, held: Buffers | None, tensors: Views, *numbers: float) -> None:
         """Runs `prompt` of kernels.cpp over the tokens of a cache, or of none, and those of the tensors."""

@@ -128,58 +128,37 @@ def multiply(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, rows: 
     """Computes the product [.., N] of activations x [.., K] with a weight, in the dtype of x.
 
     Kernels round activations to 16 bits, by group of at most 32, and add in float32. The weight is dequantised for a
-    product of torch's in float64, where there are no kernels, and where bfloat16 is the dtype of many rows and fast.
+    product of torch's where there are no kernels for it (`kernels_serve`).
 
     Args:
         words and others: of `Weights`.
     """
-    return multiply_several(x, [words], [scales], [exponents], [rows], [group], [middle])
-
-
-def multiply_several(
-    x: Tensor,
-    words: list[Tensor],
-    scales: list[Tensor],
-    exponents: list[Tensor],
-    rows: list[int],
-    groups: list[int],
-    middles: list[int],
-) -> Tensor:
-    """Computes the products [.., the sum of N] of the same activations x [.., K] with several weights, side by side."""
-    weights = list(map(Weights, words, scales, exponents, rows, groups, middles))
+    weights = Weights(words, scales, exponents, rows, group, middle)
     *shape, columns = x.shape
-    count = math.prod(shape)
-    narrow = x.dtype == torch.bfloat16
-    library = load()
-    if library is None or x.dtype == torch.float64 or (narrow and count >= MANY and has_bfloat16()):
-        return torch.cat([F.linear(x, dequantised(each, columns, x.dtype)) for each in weights], -1)
-    wide = x if narrow else x.float()
-    flat = wide.reshape(count, columns).contiguous()
-    output = flat.new_empty(count, sum(rows))
-    first = 0
-    for each in weights:
-        library.multiply(each, flat, output, first)
-        first += each.rows
-    return output.view(*shape, first).to(x.dtype)
+    if not kernels_serve(x):
+        return F.linear(x, dequantised(weights, columns, x.dtype))
+    wide = x if x.dtype == torch.bfloat16 else x.float()
+    flat = wide.reshape(math.prod(shape), columns).contiguous()
+    output = flat.new_empty(len(flat), rows)
+    load().multiply(weights, flat, output)
+    return output.view(*shape, rows).to(x.dtype)
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """Returns whether kernels multiply activations [.., K]: not in float64, nor many rows where bfloat16 is fast."""
+    if load() is None or x.dtype == torch.float64:
+        return False
+    return x.dtype != torch.bfloat16 or math.prod(x.shape[:-1]) < MANY or not has_bfloat16()
 
 
 # Not `custom_op`, whose wrapper takes as long as a small product.
-OPERATIONS = {
-    multiply: "(Tensor x, Tensor words, Tensor scales, Tensor exponents, int rows, int group, int middle) -> Tensor",
-    multiply_several: "(Tensor x, Tensor[] words, Tensor[] scales, Tensor[] exponents, int[] rows, int[] groups, "
-    "int[] middles) -> Tensor",
-}
-for operation, schema in OPERATIONS.items():
-    name = f"residual_mass::{operation.__name__}"
-    torch.library.define(name, schema)
-    torch.library.impl(name, "CPU")(operation)
+torch.library.define(
+    "residual_mass::multiply",
+    "(Tensor x, Tensor words, Tensor scales, Tensor exponents, int rows, int group, int middle) -> Tensor",
+)
+torch.library.impl("residual_mass::multiply", "CPU")(multiply)
 
 
 @torch.library.register_fake("residual_mass::multiply")
 def _(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, rows: int, group: int, middle: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
-
-
-@torch.library.register_fake("residual_mass::multiply_several")
-def _(x: Tensor, words: object, scales: object, exponents: object, rows: list[int], *others: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(rows))

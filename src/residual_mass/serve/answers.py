@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from residual_mass.decode.backends import backend_for
-from residual_mass.decode.compiled import CompiledStep
+from residual_mass.decode.compiled import step_for
 from residual_mass.decode.packed_backend import PackedBackend
 from residual_mass.decode.text import Text
 from residual_mass.decode.torch_backend import TorchBackend
@@ -90,6 +90,7 @@ class Answers:
 
     Attributes:
         ends: tokens that end an answer.
+        compile: whether steps are compiled.
     """
 
     model: PreTrainedModel
@@ -97,7 +98,7 @@ class Answers:
     arm: Arm
     kept: Kept
     ends: frozenset[int]
-    compiled: CompiledStep | None = None
+    compile: bool = False
     anchors: AnchorSpec = field(default_factory=AnchorSpec)
 
     def __post_init__(self) -> None:
@@ -122,7 +123,8 @@ class Answers:
             else KeptText(ids[0, :0], self.kept.make())
         )
         question.cached = len(beginning.ids)
-        text = Text(self.model, PackedBackend(self.model, self.arm, self.anchors, beginning.cache), None, self.compiled)
+        backend = PackedBackend(self.model, self.arm, self.anchors, beginning.cache)
+        text = Text(self.model, backend, None, step_for(self.model, self.compile, 1, question.limit, alone=True))
         gone = ""
         whole = False  # an error within a step may leave layers with different numbers of tokens
         try:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from residual_mass.decode.compiled import step_for
 from residual_mass.decode.packed_backend import PackedCache, packing_refusal
 from residual_mass.decode.supported import require_served
 from residual_mass.files import read_json
@@ -36,9 +35,6 @@ from residual_mass.serve.worker import Worker
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.texts import assets, hub
 from residual_mass.texts.hub import gguf_file
-
-MANY_TOKENS = 10**9
-"""Tokens of a text that repay whatever prepares for it."""
 
 
 def load(name: str, packed: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -140,14 +136,13 @@ def service_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
     # A packed cache lacks what a model with recurrent states keeps besides.
     keeps = not keeps_states(model)
     kept = Kept(make, flags.memory * 2**20 if keeps else 0, folder if keeps else None, flags.keep_size * 2**20)
-    compiled = step_for(model, True, 1, MANY_TOKENS) if flags.compile else None
-    answers = Answers(model, tokenizer, arm, kept, end_tokens(model), compiled)
+    answers = Answers(model, tokenizer, arm, kept, end_tokens(model), flags.compile)
     config = text_config(model)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     vocabulary = model.get_output_embeddings().out_features
     prompts = Prompts(tokenizer, positions, vocabulary, name, frequencies_of(model))
     service = Service(answers, prompts, Worker(flags.queue), name, flags.served_by)
-    if compiled is not None:
+    if flags.compile:
         request = CompletionRequest(prompt="")
         sampling = Sampling(request, model.generation_config, vocabulary)
         for _ in answers.pieces(Question([0, 0], 3, [], sampling, keep=False), lambda: False):

@@ -15,10 +15,20 @@ from tests.unit.model.families import FAMILIES, Family, cases
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, DogeConfig, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-from transformers.generation import BaseStreamer
+from transformers.generation import (
+    BaseStreamer,
+    MaxLengthCriteria,
+    PrefixConstrainedLogitsProcessor,
+    TemperatureLogitsWarper,
+    TextStreamer,
+)
 
 from residual_mass import PackedCache, partial_decoding, partial_generate
 from residual_mass.decode import compiled
+from residual_mass.decode.backends import backend_for
+from residual_mass.decode.text import Text
+from residual_mass.methods.arms import arm_of
+from residual_mass.timing import StepClock
 
 pytestmark = needs(COMPILED)
 
@@ -179,30 +189,32 @@ def test_a_compiled_step_is_of_the_model_as_it_is_now(change: str, caplog: pytes
     assert_same(answered(model, ids, 4, "auto", "full"), answered(model, ids, 4, False, "full"))
 
 
-class HookingStreamer(BaseStreamer):
-    """Registers a hook after some tokens."""
+class ChangingStreamer(BaseStreamer):
+    """Changes a model after some tokens."""
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: LlamaForCausalLM, change: str) -> None:
         self.model = model
+        self.change = change
         self.tokens = 0
 
     def put(self, value: Tensor) -> None:  # noqa: ARG002
         self.tokens += 1
         if self.tokens == 4:
-            self.model.lm_head.register_forward_hook(doubled)
+            CHANGES[self.change](self.model)
 
     def end(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("compile", [True, "auto"])
-def test_a_hook_that_is_registered_while_a_text_is_generated_runs(compile: bool | str) -> None:
+@pytest.mark.parametrize("change", ["a hook", "a parameter", "an attribute"])
+def test_a_change_while_a_text_is_generated_is_seen(change: str, compile: bool | str) -> None:
     outputs = []
     for how in (compile, False):
         model = small_model()
         ids = ids_of(1, 20)
         answered(model, ids, 4, how is not False, "full")
-        loop = partial_decoding("full", compile=how, streamer=HookingStreamer(model))
+        loop = partial_decoding("full", compile=how, streamer=ChangingStreamer(model, change))
         outputs.append(
             model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, output_logits=True,
@@ -210,6 +222,68 @@ def test_a_hook_that_is_registered_while_a_text_is_generated_runs(compile: bool 
             )
         )  # fmt: skip
     assert_same(*outputs)
+
+
+def test_what_runs_between_steps_leaves_the_model_or_guards_run() -> None:
+    allowed = PrefixConstrainedLogitsProcessor(lambda batch, ids: [3], 1)
+    trusted = (TextStreamer(None), StepClock(), MaxLengthCriteria(3), TemperatureLogitsWarper(0.5), None)
+    assert compiled.leaves_model(*trusted) and compiled.leaves_model()
+    other = ChangingStreamer(small_model(), "training")
+    for each in (other, allowed, lambda ids, scores: scores):
+        assert not compiled.leaves_model(*trusted, each)
+    other.leaves_model = True
+    assert compiled.leaves_model(other)
+
+
+@torch.no_grad()
+def test_steps_without_guards_are_the_same_and_end_with_the_mode_of_the_thread() -> None:
+    model = small_model()
+    texts = [opened(model, compiled.CompiledStep(model, may_compile=True, alone=alone)) for alone in (True, False)]
+    step = texts[0].compiled
+    token = ids_of(1, 1)
+    for _ in range(4):
+        assert torch.equal(*(text.step(token) for text in texts))
+    again = step._again
+    assert again is not None and texts[1].compiled._again is None
+    with torch.inference_mode():
+        assert torch.equal(*(text.step(token) for text in texts))
+    assert step._again is not again
+    for _ in range(2):
+        assert torch.equal(*(text.step(token) for text in texts))
+    handle = model.lm_head.register_forward_hook(doubled)
+    changed = [text.step(token) for text in texts]
+    handle.remove()
+    assert torch.equal(*changed) and not torch.equal(changed[0], texts[0].step(token))
+
+
+def opened(model: PreTrainedModel, step: compiled.CompiledStep) -> Text:
+    text = Text(model, backend_for(model, arm_of("full", None)), compiled=step)
+    text.read(ids_of(1, 20))
+    return text
+
+
+@torch.no_grad()
+def test_texts_in_several_threads_share_a_graph() -> None:
+    model = small_model()
+    answered(model, ids_of(1, 20), 4, True, "full")
+    before = graphs()
+    found: dict[int, list[Tensor]] = {}
+
+    def decode(seed: int) -> None:
+        output = answered(model, ids_of(1, 20 + seed, seed=seed), 30, True, "full")
+        found[seed] = list(output.logits)
+
+    for seed in range(1, 4):
+        decode(seed)
+    alone = dict(found)
+    threads = [threading.Thread(target=decode, args=(seed,)) for seed in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in range(1, 4):
+        assert all(map(torch.equal, found[seed], alone[seed]))
+    assert graphs() == before
 
 
 def test_numbers_of_texts_are_graphs_of_their_own_below_torchs_limit() -> None:
@@ -267,6 +341,26 @@ def test_what_the_compiler_raises_ends_no_text(monkeypatch: pytest.MonkeyPatch, 
     assert_same(answered(model, ids, 3, "auto", "full"), expected, tolerance=0)
     with pytest.warns(UserWarning, match="steps of LlamaForCausalLM are not compiled"):
         assert_same(answered(model, ids, 3, True, "full"), expected, tolerance=0)
+
+
+class Remembering(LlamaForCausalLM):
+    """Adds the logits of the call before."""
+
+    earlier = torch.zeros(1, 1, 101, dtype=torch.float64)
+
+    def forward(self, *args, **options):  # noqa: ANN002, ANN003, ANN201
+        output = super().forward(*args, **options)
+        output.logits = output.logits + self.earlier
+        self.earlier = output.logits / 2
+        return output
+
+
+def test_a_model_that_remembers_its_last_call_keeps_its_guards() -> None:
+    outputs = []
+    for how in (True, False):
+        model = small_model(Remembering)
+        outputs.append(answered(model, ids_of(1, 20), 8, how, "full"))
+    assert_same(*outputs)
 
 
 class Unsure(LlamaForCausalLM):

@@ -12,7 +12,8 @@ from torch import nn
 from torch.fx import Graph
 
 from residual_mass import pack_weights
-from residual_mass.decode.joined import ONE, SEVERAL, JoinProducts
+from residual_mass.decode.joined import ONE, JoinProducts
+from residual_mass.kernels.operations import product_operations
 
 pytestmark = [needs(COMPILER), needs(KERNELS)]
 
@@ -20,12 +21,9 @@ pytestmark = [needs(COMPILER), needs(KERNELS)]
 class Seen(JoinProducts):
     """Counts the products of a graph."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[object] = Counter()
-
     def __call__(self, graph: Graph) -> None:
         super().__call__(graph)
-        self.counts = Counter(node.target for node in graph.nodes if node.target in (ONE, SEVERAL))
+        self.counts = Counter(node.target for node in graph.nodes if node.target in (ONE, *self.operations))
 
     def uuid(self) -> None:
         """Nothing is taken from a graph on disk."""
@@ -40,7 +38,8 @@ class Projections(nn.Module):
         attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
         attention.q_proj.bias = nn.Parameter(torch.randn(attention.q_proj.out_features))
         pack_weights(model, mixed=False)
-        self.parts = nn.ModuleList([attention.q_proj, attention.k_proj, attention.v_proj, mlp.up_proj, model.lm_head])
+        joined = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.up_proj, mlp.gate_proj]
+        self.parts = nn.ModuleList([*joined, model.lm_head])
         self.last = mlp.down_proj
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -48,14 +47,27 @@ class Projections(nn.Module):
         return *outputs, self.last(outputs[3])
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 5)])
-@torch.no_grad()
-def test_they_are_one_operation_with_the_same_results(shape: tuple[int, int]) -> None:
+def computed(shape: tuple[int, ...], dtype: torch.dtype) -> Counter[object]:
+    """Compares a compiled module with itself, and returns the operations of its graph."""
     module = Projections()
-    x = torch.randn(*shape, 64, generator=torch.Generator().manual_seed(0)).to(module.parts[0].like.dtype)
+    x = torch.randn(*shape, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     seen = Seen()
     compiled = torch.compile(module, fullgraph=True, dynamic=False, options={"post_grad_custom_pre_pass": seen})
     for found, expected in zip(compiled(x), module(x), strict=True):
         assert torch.equal(found, expected)
-    apart = 1 if x.dtype == torch.float32 else 2  # logits are of activations in float32
-    assert seen.counts == {SEVERAL: 1, ONE: apart}
+    return seen.counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 5)])
+@torch.no_grad()
+def test_they_are_one_operation_with_the_same_results(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    counts = computed(shape, dtype)
+    assert counts[product_operations()[3]] == 1
+    # The fifth product of the same activations; the head, whose activations are float32; the last one.
+    assert counts.total() == (3 if dtype == torch.float32 else 4)
+
+
+@torch.no_grad()
+def test_what_kernels_do_not_multiply_stays_as_it_is() -> None:
+    assert computed((1, 2), torch.float64) == {ONE: 7}

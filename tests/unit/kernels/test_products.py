@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from tests.needs import KERNELS, needs
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from residual_mass.kernels import products
 from residual_mass.kernels.library import Library, Weights
+from residual_mass.kernels.operations import product_operations
 
 pytestmark = needs(KERNELS)
 COUNTS = (1, 2, 3, 8, 9, 17, 31, 70)
@@ -105,3 +108,34 @@ def test_no_rows(library: Library) -> None:
     assert product(library, made(20, 64), torch.empty(0, 64)).shape == (0, 20)
     words = made(20, 64)
     assert torch.ops.residual_mass.multiply(torch.empty(0, 64), *words).shape == (0, 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 0), (1, 1, 9)])
+def test_operations_without_python_compute_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(*shape, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights = [made(20, 64), made(16, 64, 8, 16, minimums=False), made(33, 64, 6), made(5, 64, 5)]
+    for threads in (1, 2):
+        for count, operation in enumerate(product_operations(), 1):
+            whole = operation(x, threads, *sum(map(tuple, weights[:count]), ()))
+            parts = [products.multiply(x, *each) for each in weights[:count]]
+            assert whole.dtype == dtype and whole.is_contiguous()
+            assert torch.equal(whole, torch.cat(parts, -1))
+
+
+def test_operations_without_python_refuse_what_they_do_not_read() -> None:
+    one = product_operations()[0]
+    weights = made(20, 64)
+    for x in (torch.ones(2, 64).double(), torch.ones(64, 2).T, torch.ones(*9 * [1], 64)):
+        with pytest.raises(ValueError, match="activations are contiguous, in float32 or bfloat16"):
+            one(x, 1, *weights)
+
+
+def test_operations_without_python_keep_nothing() -> None:
+    one = product_operations()[0]
+    x, weights = torch.ones(1, 64), made(20, 64)
+    for wrong in (False, True):
+        before = [each._use_count() for each in (x, *weights[:3])]
+        with contextlib.suppress(ValueError):
+            one(x.double() if wrong else x, 1, *weights)
+        assert [each._use_count() for each in (x, *weights[:3])] == before
