@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from residual_mass.files import read_json, write_json
 from residual_mass.model.loading import load_tokenizer
@@ -431,16 +431,19 @@ def equal_tokens(entry: dict[str, Any], exact: dict[str, Any] | None) -> str:
 
 def prompt(options: argparse.Namespace, count: int) -> list[int]:
     """Returns the first token ids of the books, but for those of the first text, which are at the end."""
-    if options.gguf is None:
-        tokenizer = AutoTokenizer.from_pretrained(options.assets / model_folder(SMOLLM2), local_files_only=True)
-    else:
-        tokenizer = load_tokenizer(str(options.gguf), "", "gguf", options.assets)
+    tokenizer = tokenizer_of(options)
     (book,) = (options.assets / "corpora" / "books").glob("*.txt")
     text = book.read_text(encoding="utf-8")[: 8 * (FIRST + count)]
     ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids[: FIRST + count]
     if len(ids) < FIRST + count:
         raise SystemExit(f"{book} has only {len(ids)} tokens; give --lengths below")
     return ids[FIRST:] + ids[:FIRST]
+
+
+def tokenizer_of(options: argparse.Namespace) -> PreTrainedTokenizerBase:
+    if options.gguf is not None:
+        return load_tokenizer(str(options.gguf), "", "gguf", options.assets)
+    return AutoTokenizer.from_pretrained(options.assets / model_folder(SMOLLM2), local_files_only=True)
 
 
 def embedded_gguf(engines: Path) -> Path:

@@ -30,10 +30,7 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
-from engines import FIRST, commit, gguf, machine, prompt, started
-from transformers import AutoTokenizer
-
-from residual_mass.texts.assets import SMOLLM2, model_folder
+from engines import FIRST, commit, embedded_gguf, machine, prompt, started, tokenizer_of
 
 QUESTIONS = (
     "Who is the first person that the text names?",
@@ -92,6 +89,7 @@ def table(found: dict[str, list[list[tuple[float, float]]]]) -> str:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=Path, required=True, help="folder of the engines' environment (README.md)")
+    parser.add_argument("--gguf", type=Path, help="file that all sides read (default: that of the embedded model)")
     parser.add_argument("--assets", type=Path, default=Path("results/assets"))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
     parser.add_argument("--length", type=int, default=8000, help="tokens of the document")
@@ -103,8 +101,8 @@ def parsed() -> argparse.Namespace:
 
 def texts(options: argparse.Namespace) -> tuple[list[int], list[list[int]]]:
     """Returns the ids of a short text, and those of the document with each question in the model's chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(options.assets / model_folder(SMOLLM2), local_files_only=True)
     ids = prompt(options, options.length)
+    tokenizer = tokenizer_of(options)
     document = tokenizer.decode(ids[: options.length])
     prompts = []
     for question in QUESTIONS:
@@ -120,7 +118,7 @@ def texts(options: argparse.Namespace) -> tuple[list[int], list[list[int]]]:
 def ours(options: argparse.Namespace, length: int, short: list[int], stack: contextlib.ExitStack) -> tuple[Ask, str]:
     import residual_mass
 
-    words = [sys.executable, "-m", "residual_mass", "serve", str(gguf(options.engines)), "--weights", "4"]
+    words = [sys.executable, "-m", "residual_mass", "serve", str(options.gguf or embedded_gguf(options.engines))]
     ask = served(words, options, stack)
     ask(short)
     return ask, f"residual_mass {residual_mass.__version__}"
@@ -130,7 +128,15 @@ def llama(
     flash: str, options: argparse.Namespace, length: int, short: list[int], stack: contextlib.ExitStack
 ) -> tuple[Ask, str]:
     program = options.engines / "llama" / "bin" / "llama-server"
-    words = [str(program), "-m", str(gguf(options.engines)), "-c", str(length + 256), "--parallel", "1"]
+    words = [
+        str(program),
+        "-m",
+        str(options.gguf or embedded_gguf(options.engines)),
+        "-c",
+        str(length + 256),
+        "--parallel",
+        "1",
+    ]
     words += ["--flash-attn", flash, "--threads", str(options.threads), "--threads-batch", str(options.threads)]
     ask = served(words, options, stack)
     ask(short)

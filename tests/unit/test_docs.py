@@ -13,6 +13,7 @@ import datasets
 import pytest
 from tests.conftest import tiny_llama
 from tests.needs import KERNELS, needs
+from tests.unit.model.gguf_files import write_gguf
 
 from residual_mass.model.loading import Backbone
 
@@ -64,13 +65,14 @@ def test_the_site_has_every_page() -> None:
     assert sorted(places) == sorted(pages | {"index.md", "configuration.md", "changelog.md"})
 
 
-@pytest.mark.parametrize(("page", "number"), [("methods.md", 1), pytest.param("library.md", 4, marks=needs(KERNELS))])
+@pytest.mark.parametrize(("page", "number"), [("methods.md", 1), pytest.param("library.md", 5, marks=needs(KERNELS))])
 def test_the_examples_of_a_page(
     page: str, number: int, tiny_backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_llama(width=64).save_pretrained(tmp_path)
     tiny_backbone.tokenizer.save_pretrained(tmp_path)
+    write_gguf(tmp_path / "model.gguf", tiny_llama(width=64), lambda name: "Q8_0" if "embed" in name else "Q4_0")
     names: dict[str, object] = {}
     examples = blocks(page, "python")
     for block in examples:
