@@ -20,12 +20,11 @@ from residual_mass.core.accounting import (
 )
 from residual_mass.core.feature_maps import FoldedMap, HedgehogMap, ReZeroMap
 from residual_mass.core.measures import mass_curve, mass_recovery, mid_entropy, rel_l1, residual_share
-from residual_mass.core.prompts import PromptCut, attention_in_part
 from residual_mass.core.selection import Partition, Selected, exhaustive_topk, members, partition, retrieved_count
 
 __all__ = [
-    "Estimate", "FoldedMap", "HedgehogMap", "Partition", "PromptCut", "ReZeroMap", "Retrieved", "Selected",
-    "SummaryState", "Terms", "attention_in_part", "attention_scores", "exact_terms", "exhaustive_topk", "key_features",
-    "mass_curve", "mass_recovery", "members", "merge", "mid_entropy", "one_gather_terms", "partition", "rel_l1",
-    "residual_share", "residual_terms", "retrieved_count", "summarise",
+    "Estimate", "FoldedMap", "HedgehogMap", "Partition", "ReZeroMap", "Retrieved", "Selected", "SummaryState", "Terms",
+    "attention_scores", "exact_terms", "exhaustive_topk", "key_features", "mass_curve", "mass_recovery", "members",
+    "merge", "mid_entropy", "one_gather_terms", "partition", "rel_l1", "residual_share", "residual_terms",
+    "retrieved_count", "summarise",
 ]  # fmt: skip

@@ -4,7 +4,7 @@
 #include "full.hpp"
 #include "pack.hpp"
 #include "products.hpp"
-#include "prompt_part.hpp"
+#include "prompt.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -25,7 +25,7 @@ static int64_t with_width(int width, F f) {
 }
 
 // What `library.py` asks for: another number whenever the meaning of an argument or of `Buffers` changes.
-EXPORT int interface() { return 7; }
+EXPORT int interface() { return 6; }
 
 // Whether heads of this dimension are served.
 EXPORT int serves(int width) {
@@ -146,24 +146,6 @@ EXPORT int64_t prompt(const Buffers* held, const Views* views, int width, int ba
     };
 #if VNNI
     if (narrow && multiplies_pairs() && !(held && held->bits < 16)) return run.template operator()<int32_t>();
-#endif
-    return run.template operator()<float>();
-  });
-}
-
-// Causal attention of one prompt of T tokens that is read in part; views and numbers are those of `prompt`.
-EXPORT int64_t prompt_part(const Cut* cut, const Views* views, int width, int heads, int query_heads, int tokens, int threads, int narrow, float factor) {
-  return with_width(width, [&]<int D>() -> int64_t {
-    const Prompt of{views->query, views->output, views->log_mass, 1, heads, query_heads / heads, tokens, tokens, tokens, narrow != 0, factor};
-    const Dense from{views->key, views->value, narrow != 0};
-    const auto run = [&]<class Word>() -> int64_t {
-      const size_t bytes = (PartPanel<Word, D>::bytes(of, *cut) + 63) / 64 * 64;
-      uint8_t* memory = scratch_memory(bytes * threads);
-      if (memory) read_prompt_part<Word, D>(of, from, *cut, threads, memory, bytes);
-      return memory ? 1 : -1;
-    };
-#if VNNI
-    if (narrow && multiplies_pairs()) return run.template operator()<int32_t>();
 #endif
     return run.template operator()<float>();
   });

@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent
 SWITCH = "RESIDUAL_MASS_KERNELS"
 TARGETS = ("portable", "avx2", "avx512")
 """Instruction sets in ascending order; `target` of a library returns the index of the best for this CPU."""
-INTERFACE = 7
+INTERFACE = 6
 """Result of `interface` of a library that was built from these sources."""
 LAYOUT = 4
 """Number of the layout of buffers and of what is told of them, which saved states of packed caches have."""
@@ -64,16 +64,6 @@ class Buffers(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in SIZE_FIELDS] + [(name, ctypes.c_void_p) for name in ADDRESS_FIELDS]
 
 
-class Cut(ctypes.Structure):
-    """How a prompt is read in part, the same as `Cut` in prompt_part.hpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("block", "window", "sink", "part", "first")),
-        ("left", ctypes.c_float),
-        ("whole", ctypes.c_void_p),
-    ]
-
-
 Views = ctypes.c_int64 * 25
 """Address and strides of up to five tensors of four dimensions; an address is 0 where there is none."""
 
@@ -89,7 +79,7 @@ class Library:
         current = hasattr(own, "interface") and own.interface() == INTERFACE
         if not (current and all(map(own.serves, WIDTHS))):
             raise OSError(f"_{target}.so is of another version of this package")
-        for name in ("attend", "prompt", "prompt_part", "pack", "clusters"):
+        for name in ("attend", "prompt", "pack", "clusters"):
             getattr(own, name).restype = ctypes.c_int64
         own.attend.argtypes = [ctypes.c_void_p, Views, *(6 * [ctypes.c_int]), ctypes.c_float]
         pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -98,7 +88,6 @@ class Library:
         own.multiply.argtypes = [*weights, pointer, number, number, pointer, number, number]
         own.dequantise.argtypes = [*weights, number, pointer, number]
         own.prompt.argtypes = [ctypes.c_void_p, Views, *(9 * [ctypes.c_int]), ctypes.c_float]
-        own.prompt_part.argtypes = [pointer, Views, *(6 * [number]), ctypes.c_float]
 
     def __deepcopy__(self, memo: dict[int, object]) -> Library:
         return self
@@ -154,11 +143,6 @@ class Library:
     def prompt(self, held: Buffers | None, tensors: Views, *numbers: float) -> None:
         """Runs `prompt` of kernels.cpp over the tokens of a cache, or of none, and those of the tensors."""
         if self._functions.prompt(None if held is None else ctypes.byref(held), tensors, *numbers) < 0:
-            raise MemoryError("no memory is left for the attention of a prompt")
-
-    def prompt_part(self, cut: Cut, tensors: Views, *numbers: float) -> None:
-        """Runs `prompt_part` of kernels.cpp."""
-        if self._functions.prompt_part(ctypes.byref(cut), tensors, *numbers) < 0:
             raise MemoryError("no memory is left for the attention of a prompt")
 
     def call(self, name: str, *arguments: int | Tensor | Views | None) -> None:

@@ -274,8 +274,8 @@ struct PromptTile {
     }
   }
 
-  // Adds the n keys of the block to all panels; of a causal call start .. start + n. `biases`: added to their scores.
-  void add(int n, int start, bool causal, const float* biases = nullptr) const {
+  // Adds the n keys of the block to all panels; of a causal call start .. start + n.
+  void add(int n, int start, bool causal) const {
     for (int p = 0; p < panels(); p++) {
       Panel& panel = own.panels[p];
       const int oldest = last_key(p * PANEL), newest = last_key(p * PANEL + PANEL - 1);
@@ -284,10 +284,6 @@ struct PromptTile {
       const bool masked = causal && (start + count - 1 > oldest || start + of.window <= newest);
       Floats by[LANES];
       score(panel, count, start, masked);
-      for (int i = 0; biases && i < n * LANES; i++) {
-        float* at = own.scores + i / LANES * PANEL + i % LANES * W;
-        store(at, load<Floats>(at) + biases[i / LANES] / (P == 2 ? of.factor : 1));  // the factor comes later
-      }
       weigh(panel, count, by);
       for (int d = 0; d < D; d += SIDE)
         panel_product<1, SIDE, true>(own.block.values + d * (BLOCK / P), (count + P - 1) / P, (const Word*)own.scores, by, panel.output + d * PANEL);

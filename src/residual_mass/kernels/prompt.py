@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from residual_mass.kernels.cpu import has_amx, multiplies_pairs
-from residual_mass.kernels.library import WIDTHS, Buffers, Cut, Library, load, views
+from residual_mass.kernels.library import WIDTHS, Buffers, Library, load, views
 
 LOG2_E = 1.4426950408889634
 KERNEL_DTYPES = (torch.float32, torch.bfloat16)
@@ -17,10 +17,6 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 LEAST_TOKENS = 64
 """Of a prompt, or a further turn, that is read by tiles of queries; fewer do not fill them."""
 NO_WINDOW = 2**30
-MOST_QUERIES = 192
-"""Of a block of a prompt that is read in part."""
-LAST_QUERIES = 64
-"""Of a prompt, by which heads are found that are read whole."""
 
 
 def prompt_library(query: Tensor, key: Tensor, value: Tensor) -> Library | None:
@@ -106,78 +102,3 @@ def prompt_attention(
     seen = NO_WINDOW if window is None else min(window, NO_WINDOW)
     library.prompt(held, views(*tensors), *shape, seen, threads, narrow, scale * LOG2_E)  # the kernels have powers of 2
     return tensors[3]
-
-
-def attention_in_part(
-    library: Library,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    left: float,
-    cut: tuple[int, int, int, int],
-    *,
-    whole: Tensor | None = None,
-    first: int = 0,
-    threads: int | None = None,
-    log_mass: Tensor | None = None,
-) -> Tensor:
-    """Computes the attention of one prompt of which blocks of queries read few keys, as `core.prompts` defines it.
-
-    In bfloat16 keys of pseudo-tokens are rounded to it, as weights are, where the CPU multiplies pairs of such numbers.
-
-    Args:
-        query: [1, H G, T, D] float32 or bfloat16; key, value: [1, H, T, D] of the same dtype.
-        left: share of the mass of a block's mean query that may stay unread.
-        cut: block, window, sink and part of a `PromptCut`; a block has at most `MOST_QUERIES`.
-        whole: [H G] bool, the query heads that read all keys; none if None.
-        first: number of the block with which the output begins; the rows before are not written.
-        threads, log_mass: as in `prompt_attention`.
-
-    Returns:
-        [1, T, H G, D] in the dtype of the queries.
-
-    Raises:
-        ValueError: the block has too many queries.
-    """
-    block = cut[0]
-    if not 0 < block <= MOST_QUERIES:
-        raise ValueError(f"a block of {block} queries: give 1 to {MOST_QUERIES}")
-    _, query_heads, count, width = query.shape
-    flags = torch.zeros(query_heads, dtype=torch.uint8)
-    if whole is not None:
-        flags = whole.to(torch.uint8).contiguous()
-    tensors = tensors_of(query, key, value, log_mass)
-    threads = torch.get_num_threads() if threads is None else threads
-    narrow = query.dtype == torch.bfloat16
-    shape = (width, key.shape[1], query_heads, count)
-    numbers = Cut(*cut, first, left, flags.data_ptr())
-    library.prompt_part(numbers, views(*tensors), *shape, threads, narrow, scale * LOG2_E)
-    return tensors[3]
-
-
-def heads_apart(
-    library: Library,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    left: float,
-    cut: tuple[int, int, int, int],
-    most: float,
-) -> Tensor:
-    """Returns the query heads [H G] whose last outputs differ by more than a share `most` if the prompt is read in
-    part: heads in which every query looks for tokens of its own, which the mean of a block does not see.
-
-    The difference of a query is relative to the norm of its output, and that of a head the mean over the last
-    `LAST_QUERIES`, which read all keys for it. Other arguments as for `attention_in_part`.
-    """
-    last = max(0, query.shape[2] - LAST_QUERIES)
-    rows = query[:, :, last:]
-    outputs = prompt_attention(library, rows, key, value, scale)
-    outputs = outputs.float()
-    begin = last // cut[0]
-    in_part = attention_in_part(library, query, key, value, scale, left, cut, first=begin)
-    differences = (in_part[:, last:] - outputs).norm(dim=-1)
-    shares = differences / outputs.norm(dim=-1)
-    return shares[0].mean(0) > most
