@@ -39,7 +39,7 @@ def write_small_study(folder: Path, root: Path = ROOT) -> None:
     config["ablations"] = {"dphi": ["dphi_4", "ours"], "loss": ["ours", "kl_only"]}
     (folder / "config" / "config.yaml").write_text(yaml.safe_dump(config))
     of_methods = yaml.safe_load((folder / "config" / "studies" / "methods.yaml").read_text())
-    for name in ("paper", "methods"):  # their backbones are gone
+    for name in ("paper", "methods", "second"):  # their backbones are gone
         (folder / "config" / "studies" / f"{name}.yaml").unlink()
     study = folder / "config" / "studies" / "mini.yaml"
     protocol = yaml.safe_load(study.read_text())

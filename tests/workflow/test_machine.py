@@ -70,6 +70,16 @@ def test_a_backbone_that_requires_a_gpu(tool: str, tmp_path: Path, monkeypatch: 
     assert line.startswith("torch 2.13.0+cpu is built for CPUs, and backbone fast needs") and "TORCH_INDEX=" in line
 
 
+def test_a_gguf_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    spec = dataclasses.replace(LOCAL, source="gguf", model_id=str(file), revision="0" * 64)
+    assert preflight.backbone_problems([spec], tmp_path) == [
+        f"backbone smol: no file {file}: correct model_id, or put the file there"
+    ]
+    file.write_bytes(b"")
+    assert preflight.backbone_problems([spec], tmp_path) == []
+
+
 def test_a_model_that_the_assets_lack_is_named_once_they_are_there(tmp_path: Path) -> None:
     assert preflight.backbone_problems([LOCAL], tmp_path) == []
     (tmp_path / "manifest.json").write_text("{}")

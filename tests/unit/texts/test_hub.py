@@ -19,11 +19,13 @@ import pytest
 import torch
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.small_hub import Repository, SmallHub, become, serving
+from tests.unit.model.gguf_files import write_gguf
 
+from residual_mass import load_gguf
 from residual_mass.benchmarks import ruler
 from residual_mass.benchmarks.catalogue import harness_config
 from residual_mass.benchmarks.prompts import examples_of
-from residual_mass.files import write_json
+from residual_mass.files import sha256_of, write_json
 from residual_mass.model.loading import load_backbone
 from residual_mass.spec.specs import BackboneSpec, PromptsSpec
 from residual_mass.spec.tasks import BENCHMARKS, parts_of, tasks_of
@@ -148,6 +150,28 @@ def test_offline_equals_online(
     assert not {"pytorch_model.bin", "consolidated.00.pth"} & cached
     written = (path for path in tmp_path.rglob("*") if path.is_file())
     assert TOKEN not in caplog.text + "".join(path.read_text("latin-1") for path in written)
+
+
+def test_a_gguf_file_of_the_hub(hub: SmallHub, shut: Callable[[SmallHub], None], tmp_path: Path) -> None:
+    """It is fetched once, is checked by its hash, and is then a model without network."""
+    local = tmp_path / "tiny.gguf"
+    write_gguf(local, tiny_llama(), lambda name: "Q8_0" if "embed" in name else "Q4_0")
+    name = "org/Tiny-GGUF/tiny.gguf"
+    hub.repositories["models/org/Tiny-GGUF"] = Repository(COMMIT, {"tiny.gguf": local.read_bytes()})
+    assert "org/Tiny-GGUF/other.gguf: the hub no longer has" in error_of(
+        lambda: prefetch([("org/Tiny-GGUF/other.gguf", "0")], [])
+    )
+    wrong = error_of(lambda: prefetch([(name, "0" * 64)], []))
+    assert f"its SHA-256 is {sha256_of(local)}, not {'0' * 64}; fetch the file again" in wrong
+    prefetch([(name, sha256_of(local))], [])
+    shut(hub)
+    prefetch([(name, sha256_of(local))], [])  # now a check
+    assert "model org/Tiny-GGUF/other.gguf at 0" in error_of(lambda: prefetch([("org/Tiny-GGUF/other.gguf", "0")], []))
+    spec = replace(SPEC, model_id=name, revision=sha256_of(local), source="gguf")
+    loaded = load_backbone(spec, tmp_path, torch.device("cpu")).model
+    own, _ = load_gguf(local, torch.float32)
+    ids = torch.arange(2, 40)[None]
+    assert torch.equal(loaded(ids).logits, own(ids).logits)
 
 
 def test_everything_that_is_missing_offline_is_one_line(
