@@ -24,7 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from residual_mass.model.gguf_blocks import FORMATS, codes_of_blocks
 from residual_mass.model.packed_linear import PackedEmbedding, PackedHead, PackedLinear
-from residual_mass.model.packed_weights import is_packable, is_plain, seal, untie
+from residual_mass.model.packed_weights import is_packable, is_plain, seal, untie, wide_modules
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor of what rotary frequencies are divided by, in files of Llama 3; transformers does not read it."""
@@ -103,7 +103,7 @@ def packed_model(file: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
         found = processor.process(weights=numbers, name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed)
         if found.name in names:
             parsed["tensors"][names[found.name]] = torch.from_numpy(np.array(found.weights))
-    fill(model, {name: numbers.to(dtype) for name, numbers in parsed["tensors"].items()})
+    fill(model, parsed["tensors"], dtype)
     divide_frequencies(model, reader)
     packed = sum(layer.out_features * layer.in_features for layer in layers)
     share = packed / (packed + sum(parameter.numel() for parameter in model.parameters()))
@@ -163,9 +163,13 @@ def put(
     return packed
 
 
-def fill(model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+def fill(model: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Gives a model the tensors that are not packed; raises ValueError if it then lacks some."""
-    model.load_state_dict(tensors, strict=False, assign=True)
+    wide = wide_modules(model)
+    typed = {}
+    for name, numbers in tensors.items():
+        typed[name] = numbers if wide.intersection(name.split(".")) else numbers.to(dtype)
+    model.load_state_dict(typed, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, tensor in model.named_parameters() if tensor.device.type == "meta"]
     if missing:

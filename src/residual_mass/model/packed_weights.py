@@ -192,7 +192,7 @@ def settle_rest(model: PreTrainedModel, copy: bool) -> None:
         copy: copies all others too, so that none keeps a whole file of weights mapped into memory.
     """
     fast = has_bfloat16()
-    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    wide = wide_modules(model)
     for module in model.modules():
         if fast and isinstance(module, (PackedLinear, PackedEmbedding)) and module.like.dtype != torch.float64:
             module.like = module.like.to(torch.bfloat16)
@@ -201,6 +201,11 @@ def settle_rest(model: PreTrainedModel, copy: bool) -> None:
         if fast and dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):
             dtype = torch.bfloat16
         parameter.data = parameter.data.to(dtype, copy=copy)
+
+
+def wide_modules(model: PreTrainedModel) -> set[str]:
+    """Returns names within those of parameters that transformers keeps in float32 in a model in bfloat16."""
+    return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
 def refuse(name: str, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,14 @@ from tests.conftest import tiny_llama
 from tests.unit.model.gguf_files import RANDOM, blocks, write_gguf
 from tests.unit.model.weights import by_hand
 from torch import Tensor, nn
-from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from residual_mass import load_gguf
 from residual_mass.files import sha256_of
@@ -142,6 +149,15 @@ def test_what_has_no_codes_stays_as_it_is(tmp_path: Path) -> None:
     assert type(packed.model.embed_tokens) is nn.Embedding
     with pytest.raises(ValueError, match="save_pretrained: the model's weights are packed"):
         packed.save_pretrained(tmp_path / "saved")
+
+
+def test_what_transformers_keeps_in_float32_stays_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["post_attention_layernorm"])
+    write_gguf(tmp_path / "tiny.gguf", llama(), lambda name: "Q4_0")
+    packed, _ = load_gguf(tmp_path / "tiny.gguf", torch.bfloat16)
+    layer = packed.model.layers[0]
+    assert layer.post_attention_layernorm.weight.dtype == torch.float32
+    assert layer.input_layernorm.weight.dtype == layer.mlp.up_proj.weight.dtype == torch.bfloat16
 
 
 def test_factors_of_rotary_frequencies_are_applied(tmp_path: Path) -> None:
