@@ -29,7 +29,7 @@ from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm, arm_of
 from residual_mass.model.layers import device_of
-from residual_mass.model.loading import is_gguf, load_gguf
+from residual_mass.model.loading import load_gguf
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import frequencies_of
@@ -106,7 +106,7 @@ class PartialKV(HFLM):
             require_maps(arm, self.phi)
         except ValueError as error:
             raise BadArgument(str(error)) from None
-        if isinstance(pretrained, str) and is_gguf(pretrained):
+        if isinstance(pretrained, str) and pretrained.endswith(".gguf"):
             try:
                 pretrained, options["tokenizer"] = load_gguf(pretrained, torch.float32, packed=weights is None)
             except ValueError as error:

@@ -47,6 +47,7 @@ class Reader(GGUFReader):
             parts, end = self._strings(begin, count)
         elif scalar is not None:
             values = np.asarray(self._get(begin, scalar, count))
+            self._require(len(values) == count)
             parts = list(values[:, None])
             end = begin + values.nbytes
         else:
@@ -59,8 +60,13 @@ class Reader(GGUFReader):
         for _ in range(count):
             first = begin + 8
             begin = first + int.from_bytes(data[begin:first], "little")
+            self._require(begin <= len(data))
             strings.append(data[first:begin])
         return strings, begin
+
+    def _require(self, whole: bool) -> None:
+        if not whole:
+            raise ValueError("its header is longer than the file")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Iterator
@@ -382,8 +383,10 @@ def backbone_identity(spec: BackboneSpec, assets: Path) -> str:
 
 
 def is_gguf(name: str) -> bool:
-    """Returns whether a model's name is that of a GGUF file, here or on the hub, and not of a folder."""
-    return name.endswith(".gguf") and not Path(name).is_dir()
+    """Returns whether a model's name is that of a GGUF file here or, as OWNER/NAME/FILE.gguf, on the hub."""
+    if not name.endswith(".gguf") or os.path.isdir(name):
+        return False
+    return os.path.isfile(name) or re.fullmatch(r"(\w[\w.-]*/){2}\w[\w.-]*", name) is not None
 
 
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:

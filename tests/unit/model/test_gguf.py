@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -219,6 +220,12 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for file in (cut, other):
         with pytest.raises(ValueError, match=rf"^{file}: cannot be loaded .*; fetch it again$"):
             load_gguf(file)
+    long = tmp_path / "long.gguf"
+    tokens = struct.pack("<IQ", gguf.GGUFValueType.STRING, 258)
+    assert tokens in whole.read_bytes()
+    long.write_bytes(whole.read_bytes().replace(tokens, struct.pack("<IQ", gguf.GGUFValueType.STRING, 2**60), 1))
+    with pytest.raises(ValueError, match=rf"^{long}: cannot be loaded .*; fetch it again$"):
+        load_gguf(long)
     lacking = llama()
     del lacking.model.layers[1].mlp.up_proj
     write_gguf(tmp_path / "lacking.gguf", lacking, lambda name: "Q4_0")
