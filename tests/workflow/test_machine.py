@@ -73,9 +73,9 @@ def test_a_backbone_that_requires_a_gpu(tool: str, tmp_path: Path, monkeypatch: 
 def test_a_gguf_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     file = tmp_path / "a.gguf"
     spec = dataclasses.replace(LOCAL, source="gguf", model_id=str(file), revision="0" * 64)
-    assert preflight.backbone_problems([spec], tmp_path) == [
-        f"backbone smol: no file {file}: correct model_id, or put the file there"
-    ]
+    for name in (str(file), "/a.gguf", "/nowhere/a.gguf", "a.gguf", "a/b.gguf", "a/b/c/d.gguf"):
+        (line,) = preflight.backbone_problems([dataclasses.replace(spec, model_id=name)], tmp_path)
+        assert line == f"backbone smol: no file {name}: correct model_id, or put the file there"
     file.write_bytes(b"")
     assert preflight.backbone_problems([spec], tmp_path) == []
 

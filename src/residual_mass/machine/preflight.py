@@ -17,7 +17,7 @@ from residual_mass.machine.gpus import device_files
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts.assets import model_folder
-from residual_mass.texts.hub import is_cached
+from residual_mass.texts.hub import GGUF_ON_HUB, is_cached
 
 CLOCKS_APART = 60
 """Tolerated clock difference in seconds between machines that share files."""
@@ -118,7 +118,7 @@ def _access_problems(backbone: BackboneSpec, assets: Path) -> list[str]:
     repository, revision = backbone.model_id, backbone.revision
     if backbone.source == "gguf":
         repository, revision = repository.rpartition("/")[0], None
-        if repository.count("/") != 1 and not Path(backbone.model_id).is_file():
+        if not GGUF_ON_HUB.fullmatch(backbone.model_id) and not Path(backbone.model_id).is_file():
             return [f"{name}: no file {backbone.model_id}: correct model_id, or put the file there"]
     from huggingface_hub import HfApi, get_token
 

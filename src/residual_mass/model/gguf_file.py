@@ -158,7 +158,7 @@ def put(
     is_embedding = module is model.get_input_embeddings()
     is_tied = is_embedding and head is not None and model.config.get_text_config().tie_word_embeddings
     kind = PackedHead if module is head or is_tied else PackedLinear
-    packed = kind(codes, shape[1], getattr(module, "bias", None), dtype)  # the bias follows
+    packed = kind(codes, shape[1], getattr(module, "bias", None), dtype)  # its bias, if any, is filled in later
     if is_tied:
         untie(model)
         model.set_output_embeddings(packed)

@@ -33,7 +33,7 @@ from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.specs import BackboneSpec
 from residual_mass.texts.assets import MAKE, listed_in, model_folder, require_whole
 from residual_mass.texts.corpora import special_prefix
-from residual_mass.texts.hub import gguf_file, require_hash
+from residual_mass.texts.hub import GGUF_ON_HUB, gguf_file, require_hash
 
 TEMPLATE_DATE = "26 Jul 2024"
 """Date for chat templates that contain one (Llama 3's do), so that prompts do not change from day to day."""
@@ -386,7 +386,7 @@ def is_gguf(name: str) -> bool:
     """Returns whether a model's name is that of a GGUF file here or, as OWNER/NAME/FILE.gguf, on the hub."""
     if not name.endswith(".gguf") or os.path.isdir(name):
         return False
-    return os.path.isfile(name) or re.fullmatch(r"(\w[\w.-]*/){2}\w[\w.-]*", name) is not None
+    return os.path.isfile(name) or GGUF_ON_HUB.fullmatch(name) is not None
 
 
 def _location(model_id: str, revision: str, source: str, assets: Path) -> tuple[str, dict[str, Any]]:

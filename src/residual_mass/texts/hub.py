@@ -29,6 +29,8 @@ MODEL_FILES = (
 )  # fmt: skip
 """Patterns of the files that are fetched of a model: no pickles, no code."""
 PREFETCH_AGAIN = "check the network and run prefetch again, which resumes"
+GGUF_ON_HUB = re.compile(r"(\w[\w.-]*/){2}\w[\w.-]*\.gguf")
+"""A name of a GGUF file on the hub: OWNER/NAME/FILE.gguf."""
 Model = tuple[str, str]
 """Name and revision, or a GGUF file and its SHA-256."""
 
@@ -85,10 +87,7 @@ def is_cached(model: str, revision: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     if model.endswith(".gguf"):
-        repository, _, file = model.rpartition("/")
-        return Path(model).is_file() or (
-            repository.count("/") == 1 and isinstance(try_to_load_from_cache(repository, file), str)
-        )
+        return _gguf_here(model) is not None
 
     def cached(name: str) -> Path | None:
         path = try_to_load_from_cache(model, name, revision=revision)
@@ -109,18 +108,29 @@ def gguf_file(name: str) -> Path:
     Raises:
         ValueError: there is no such file.
     """
-    if Path(name).is_file():
-        return Path(name)
-    repository, _, file = name.rpartition("/")
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repository):
+    here = _gguf_here(name)
+    if here is not None:
+        return here
+    if not GGUF_ON_HUB.fullmatch(name):
         raise ValueError(f"{name}: no such file, and no name on the hub, which is OWNER/NAME/FILE.gguf; check the name")
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import hf_hub_download
 
-    cached = try_to_load_from_cache(repository, file)
-    if isinstance(cached, str):
-        return Path(cached)
+    repository, _, file = name.rpartition("/")
     with one_line_hub_errors(name, "check the name and the network, or name a file"):
         return Path(hf_hub_download(repository, file))
+
+
+def _gguf_here(name: str) -> Path | None:
+    """Returns a GGUF file of this machine, or of the cache; None if there is none."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(name).is_file():
+        return Path(name)
+    if not GGUF_ON_HUB.fullmatch(name):
+        return None
+    repository, _, file = name.rpartition("/")
+    cached = try_to_load_from_cache(repository, file)
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def require_hash(file: Path, sha256: str) -> None:
