@@ -193,22 +193,11 @@ EXPORT int64_t clusters(int64_t width, int64_t threads, int64_t units, int64_t n
   });
 }
 
-// Calls f with the number of bits of codes as a constant.
-template <class F>
-static int64_t with_bits(int bits, F f) {
-  switch (bits) {
-    case 4: return f.template operator()<4>();
-    case 5: return f.template operator()<5>();
-    case 6: return f.template operator()<6>();
-    default: return f.template operator()<8>();
-  }
-}
-
-template <class Kernel>
-static int64_t run_product(const Kernel& product, const void* x, bool narrow, const Result& to) {
-  float* memory = (float*)scratch_memory(sizeof(float) * product.size());
+// Returns 0, or -1 without memory.
+static int64_t run_products(const Products& products, const void* x, bool narrow) {
+  float* memory = (float*)scratch_memory(sizeof(float) * products.size());
   if (!memory) return -1;
-  product.run(memory, x, narrow, to);
+  products.run(memory, x, narrow);
   return 0;
 }
 
@@ -218,31 +207,35 @@ EXPORT int64_t multiply(const int32_t* words, const uint16_t* scales, const int3
                         const void* x, int count, int narrow, void* to, int width, int threads) {
   const Weights weights{words, scales, exponents, rows, columns, bits, group, middle, minimums};
   const Result result{to, (size_t)width, (bool)narrow};
-  return with_bits(bits, [&]<int BITS>() {
-    if (weights.unit() == SPAN) return run_product(Product<BITS, SPAN>{weights, count, threads}, x, narrow, result);
-    return run_product(Product<BITS, SPAN / 2>{weights, count, threads}, x, narrow, result);
-  });
+  return run_products({&weights, &result, 1, count, threads}, x, narrow);
 }
 
 // Writes a weight, a column of all blocks' rows after the other.
-EXPORT int64_t dequantise(const int32_t* words, const uint16_t* scales, const int32_t* exponents, int rows, int columns, int bits, int group, int middle, int minimums,
+EXPORT void dequantise(const int32_t* words, const uint16_t* scales, const int32_t* exponents, int rows, int columns, int bits, int group, int middle, int minimums,
                           int narrow, void* to, int threads) {
   const Weights weights{words, scales, exponents, rows, columns, bits, group, middle, minimums};
-  return with_bits(bits, [&]<int BITS>() -> int64_t {
-    dequantise_all<BITS>(weights, threads, Result{to, (size_t)weights.blocks() * ROWS_OF_BLOCK, (bool)narrow});
-    return 0;
-  });
+  with_bits(bits, [&]<int BITS>() { dequantise_all<BITS>(weights, threads, Result{to, (size_t)weights.blocks() * ROWS_OF_BLOCK, (bool)narrow}); });
 }
 
 // Takes what operations need of torch.
 EXPORT void connect(const Torch* functions) { torch_functions = *functions; }
 
-// Arguments of weights, from one on, whose tensors are released with this.
+constexpr int MOST = 4;  // weights of an operation
+
+// Arguments of weights, whose tensors are released with this.
 struct WeightArguments {
   static constexpr int COUNT = 6;  // words, scales, exponents, N, group, middle
-  const uint64_t *own, *end;
+  const uint64_t *first, *end;
+
+  int number() const { return (end - first) / COUNT; }
+  Weights of(int i, int columns) const {
+    const uint64_t* own = first + i * COUNT;
+    const Handle words(own[0]), scales(own[1]), exponents(own[2]);
+    const int bits = words.sizes()[2], minimums = scales.sizes()[2] - 1;
+    return {(const int32_t*)words.data(), (const uint16_t*)scales.data(), (const int32_t*)exponents.data(), (int)own[3], columns, bits, (int)own[4], (int)own[5], minimums};
+  }
   ~WeightArguments() {
-    for (; own < end; own += COUNT)
+    for (const uint64_t* own = first; own < end; own += COUNT)
       for (int i = 0; i < 3; i++) Tensor{own[i]};
   }
 };
@@ -251,27 +244,22 @@ struct WeightArguments {
 // arguments are the activations, the number of threads, and those of each weight.
 EXPORT void multiply_operation(uint64_t* stack, uint64_t arguments, uint64_t) {
   const Tensor x(stack[0]);
-  WeightArguments rest{stack + 2, stack + arguments};
-  const int threads = stack[1], dimensions = x.dimensions(), type = x.type();
+  const WeightArguments given{stack + 2, stack + arguments};
+  const int threads = stack[1], number = given.number(), dimensions = x.dimensions(), type = x.type();
   const bool narrow = type == torch_functions.bfloat16, single = type == torch_functions.float32;
-  if (!(narrow || single) || !x.contiguous() || dimensions < 1 || dimensions > MOST_DIMENSIONS)
-    throw std::invalid_argument("activations are contiguous, in float32 or bfloat16");
-  int64_t sizes[MOST_DIMENSIONS], count = 1, rows = 0, first = 0;
+  if (!(narrow || single) || !x.contiguous() || dimensions < 1 || dimensions > MOST_DIMENSIONS || number > MOST)
+    throw std::invalid_argument("activations are contiguous, in float32 or bfloat16, and weights four at most");
+  int64_t sizes[MOST_DIMENSIONS], count = 1, rows = 0;
   std::copy_n(x.sizes(), dimensions, sizes);
   for (int i = 0; i < dimensions - 1; i++) count *= sizes[i];
   const int columns = sizes[dimensions - 1];
-  for (const uint64_t* own = rest.own; own < rest.end; own += rest.COUNT) rows += own[3];
+  Weights weights[MOST];
+  for (int i = 0; i < number; i++) weights[i] = given.of(i, columns), rows += weights[i].rows;
   sizes[dimensions - 1] = rows;
   Tensor output(made(dimensions, sizes, type));
-  char* const to = (char*)output.data();
-  int64_t done = 0;
-  while (rest.own < rest.end) {
-    const uint64_t* own = std::exchange(rest.own, rest.own + rest.COUNT);
-    const Tensor words(own[0]), scales(own[1]), exponents(own[2]);
-    done |= multiply((const int32_t*)words.data(), (const uint16_t*)scales.data(), (const int32_t*)exponents.data(), own[3], columns, words.sizes()[2],
-                     own[4], own[5], scales.sizes()[2] - 1, x.data(), count, narrow, to + first * (narrow ? 2 : 4), rows, threads);
-    first += own[3];
-  }
-  if (done) throw std::bad_alloc();
+  Result results[MOST];
+  char* to = (char*)output.data();
+  for (int i = 0; i < number; to += weights[i++].rows * (narrow ? 2 : 4)) results[i] = {to, (size_t)rows, narrow};
+  if (run_products({weights, results, number, (int)count, threads}, x.data(), narrow)) throw std::bad_alloc();
   stack[0] = (uint64_t)std::exchange(output.handle, nullptr);
 }

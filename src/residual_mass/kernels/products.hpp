@@ -94,22 +94,22 @@ inline Ints pair_of(const int32_t* words, int q) {
 struct Activations {
   int32_t* pairs;   // [tiles, K / 2, T]
   float* scales;    // [tiles, units, T]
-  int32_t* starts;  // what sums of codes begin with: - middle * the sum of the 16-bit numbers
+  int32_t* totals;  // sums of the 16-bit numbers
   float* sums;      // of the activations
   size_t units, words;
+  int unit;         // columns of a unit
 
-  Activations(float* memory, const Weights& w, int count) : units(w.spans() * (SPAN / w.unit())), words(w.spans() * PAIRS) {
+  Activations(float* memory, int unit, int spans, int count) : units(spans * (SPAN / unit)), words(spans * PAIRS), unit(unit) {
     pairs = (int32_t*)memory;
     scales = memory + count * words;
-    starts = (int32_t*)(scales + count * units);
+    totals = (int32_t*)(scales + count * units);
     sums = scales + 2 * count * units;
   }
-  static size_t size(const Weights& w, int count) { return (size_t)count * w.spans() * (PAIRS + 3 * (SPAN / w.unit())); }
+  static size_t size(int unit, int spans, int count) { return (size_t)count * spans * (PAIRS + 3 * (SPAN / unit)); }
 
   // Rounds x [K], with zeros in place of columns that there are not, row t of the tile of T rows from m on. A unit with a
   // number that is not finite gives NaN.
-  void take(const Weights& w, int m, int T, int t, const float* x) {
-    const int unit = w.unit();
+  void take(int m, int T, int t, const float* x) {
     int32_t* to = pairs + m * words + t;
     for (size_t u = 0; u < units; u++, x += unit) {
       Floats most = {}, sound = {};
@@ -121,7 +121,7 @@ struct Activations {
       for (int i = 0; i < unit; i++) total += numbers[i];
       for (int i = 0; i < unit; i += 2, to += T) memcpy(to, numbers + i, sizeof(int32_t));
       const size_t at = m * units + u * T + t;
-      scales[at] = size / 32767.f + sum(sound), starts[at] = -w.middle * total, sums[at] = scales[at] * total;
+      scales[at] = size / 32767.f + sum(sound), totals[at] = total, sums[at] = scales[at] * total;
     }
   }
 };
@@ -168,7 +168,7 @@ void multiply_tile(const Weights& w, int block, const int32_t* words, const Acti
     for (int half = 0; half < HALVES; half++, at += T, pairs += SHARE * T) {
       Ints total[T][VECTORS], other[CHAINS + 1][T][VECTORS] = {};
       for (int t = 0; t < T; t++)
-        for (int v = 0; v < VECTORS; v++) total[t][v] = all(x.starts[at + t]);
+        for (int v = 0; v < VECTORS; v++) total[t][v] = all(-w.middle * x.totals[at + t]);
 #pragma GCC unroll 16
       for (int q = 0; q < SHARE; q++) {
         Ints codes[VECTORS];
@@ -200,44 +200,78 @@ void multiply_tile(const Weights& w, int block, const int32_t* words, const Acti
   }
 }
 
-template <int BITS, int UNIT>
-struct Product {
-  const Weights& w;
-  int count, threads;
+// Calls f with the number of bits of codes as a constant.
+template <class F>
+void with_bits(int bits, F f) {
+  switch (bits) {
+    case 4: return f.template operator()<4>();
+    case 5: return f.template operator()<5>();
+    case 6: return f.template operator()<6>();
+    default: return f.template operator()<8>();
+  }
+}
 
-  size_t kept() const { return count > MOST_AGAIN ? (size_t)w.spans() * PAIRS * ROWS_OF_BLOCK : 0; }
-  size_t size() const { return Activations::size(w, count) + threads * kept() + (size_t)w.spans() * SPAN + W; }
+// Products of the same activations [M, columns] with one or more weights.
+struct Products {
+  const Weights* weights;
+  const Result* results;  // of each weight
+  int number, count, threads;
 
-  // memory: `size` floats. x: [M, columns], float32 or bfloat16.
-  void run(float* memory, const void* x, bool narrow, const Result& to) const {
-    Activations activations(memory, w, count);
-    int32_t* unpacked = (int32_t*)(memory + Activations::size(w, count));
-    float* row = (float*)(unpacked + threads * kept());
-    memset(row, 0, sizeof(float) * w.spans() * SPAN);
-    tiles(0, count, [&]<int T>(int m) {
-      for (int t = 0; t < T; t++) {
-        const size_t at = (size_t)(m + t) * w.columns;
-        if (narrow) for (int i = 0; i < w.columns; i++) row[i] = widen_one((const bf16*)x + at + i);
-        else memcpy(row, (const float*)x + at, sizeof(float) * w.columns);
-        activations.take(w, m, T, t, row);
-      }
-    });
-    const int blocks = w.blocks(), share = std::max(1, std::min(16, blocks / (4 * threads))), shares = (blocks + share - 1) / share;
+  int spans() const { return weights->spans(); }
+  size_t kept() const { return count > MOST_AGAIN ? (size_t)spans() * PAIRS * ROWS_OF_BLOCK : 0; }
+  size_t size() const {
+    return (size_t)spans() * SPAN + threads * kept() + Activations::size(SPAN, spans(), count) + Activations::size(SPAN / 2, spans(), count);
+  }
+
+  // memory: `size` floats. x: float32 or bfloat16.
+  void run(float* memory, const void* x, bool narrow) const {
+    int32_t* unpacked = (int32_t*)memory;
+    float* row = memory + threads * kept();
+    float* rest = row + (size_t)spans() * SPAN;
+    Activations halves(rest, SPAN / 2, spans(), count), wholes(rest + Activations::size(SPAN / 2, spans(), count), SPAN, spans(), count);
+    take(halves, x, narrow, row), take(wholes, x, narrow, row);
+    int blocks = 0;
+    for (int i = 0; i < number; i++) blocks += weights[i].blocks();
+    const int share = std::max(1, std::min(16, blocks / (4 * threads))), shares = (blocks + share - 1) / share;
     const int passes = (count + IN_CACHE - 1) / IN_CACHE;
     parallel(threads, passes * shares, [&](int task, int thread) {
       const int first = task / shares * IN_CACHE, end = std::min(count, first + IN_CACHE), from = task % shares * share;
-      for (int block = from; block < std::min(blocks, from + share); block++)
-        multiply_block(block, unpacked + thread * kept(), activations, first, end, to);
+      for (int each = from; each < std::min(blocks, from + share); each++) {
+        int block = each, i = 0;
+        while (block >= weights[i].blocks()) block -= weights[i++].blocks();
+        with_bits(weights[i].bits, [&]<int BITS>() {
+          int32_t* own = unpacked + thread * kept();
+          if (weights[i].unit() == SPAN) multiply_block<BITS, SPAN>(i, block, own, wholes, first, end);
+          else multiply_block<BITS, SPAN / 2>(i, block, own, halves, first, end);
+        });
+      }
     });
   }
-  void multiply_block(int block, int32_t* unpacked, const Activations& x, int first, int end, const Result& to) const {
+  // Rounds all rows, if a weight has such units. row: as long as one.
+  void take(Activations& activations, const void* x, bool narrow, float* row) const {
+    const bool used = std::any_of(weights, weights + number, [&](const Weights& w) { return w.unit() == activations.unit; });
+    if (!used) return;
+    const int columns = weights->columns;
+    memset(row, 0, sizeof(float) * spans() * SPAN);
+    tiles(0, count, [&]<int T>(int m) {
+      for (int t = 0; t < T; t++) {
+        const size_t at = (size_t)(m + t) * columns;
+        if (narrow) for (int i = 0; i < columns; i++) row[i] = widen_one((const bf16*)x + at + i);
+        else memcpy(row, (const float*)x + at, sizeof(float) * columns);
+        activations.take(m, T, t, row);
+      }
+    });
+  }
+  template <int BITS, int UNIT>
+  void multiply_block(int i, int block, int32_t* unpacked, const Activations& x, int first, int end) const {
+    const Weights& w = weights[i];
     const int32_t* words = w.words_of(block);
-    if (!kept()) return tiles(first, end, [&]<int T>(int m) { multiply_tile<BITS, UNIT, T>(w, block, words, x, m, to); });
+    if (!kept()) return tiles(first, end, [&]<int T>(int m) { multiply_tile<BITS, UNIT, T>(w, block, words, x, m, results[i]); });
     for (int span = 0; span < w.spans(); span++, words += BITS * ROWS_OF_BLOCK)
 #pragma GCC unroll 16
       for (int q = 0; q < PAIRS; q++)
         for (int v = 0; v < VECTORS; v++) store(unpacked + (span * PAIRS + q) * ROWS_OF_BLOCK + v * W, pair_of<BITS>(words + v * W, q));
-    tiles(first, end, [&]<int T>(int m) { multiply_tile<UNPACKED, UNIT, T>(w, block, unpacked, x, m, to); });
+    tiles(first, end, [&]<int T>(int m) { multiply_tile<UNPACKED, UNIT, T>(w, block, unpacked, x, m, results[i]); });
   }
 };
 

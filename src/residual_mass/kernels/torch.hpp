@@ -25,14 +25,11 @@ struct Torch {
 constexpr int MOST_DIMENSIONS = 8;
 constexpr int CPU_DEVICE = 0;
 
-// A tensor that is released with this.
-struct Tensor {
+// A tensor of the dispatcher's.
+struct Handle {
   void* handle;
 
-  explicit Tensor(uint64_t value) : handle((void*)value) {}
-  Tensor(const Tensor&) = delete;
-  ~Tensor() { if (handle) torch_functions.release(handle); }
-
+  explicit Handle(uint64_t value) : handle((void*)value) {}
   template <class Number>
   Number asked(int32_t (*function)(void*, Number*)) const {
     Number answer{};
@@ -44,6 +41,13 @@ struct Tensor {
   const int64_t* sizes() const { return asked(torch_functions.sizes); }
   int32_t type() const { return asked(torch_functions.type); }
   bool contiguous() const { return asked(torch_functions.contiguous); }
+};
+
+// One that is released with this.
+struct Tensor : Handle {
+  using Handle::Handle;
+  Tensor(const Tensor&) = delete;
+  ~Tensor() { if (handle) torch_functions.release(handle); }
 };
 
 // Returns the handle of a new contiguous tensor.

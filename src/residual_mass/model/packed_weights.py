@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from residual_mass.kernels.cpu import has_bfloat16
-from residual_mass.model.memory import give_back_memory
+from residual_mass.model.memory import give_back_memory, move_to_huge_pages
 from residual_mass.model.packed_linear import PackedEmbedding, PackedHead, PackedLinear
 from residual_mass.model.weight_codes import Codes, codes_of_4_bits, codes_of_8_bits, lies_on_grids
 
@@ -105,12 +105,14 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
 
 
 def seal(model: PreTrainedModel, layers: list[PackedLinear], share: float, before: str) -> None:
-    """Says how a model is packed, and refuses methods that do not know packed weights.
+    """Gives packed layers their place in memory, says how the model is packed, and refuses methods that do not know
+    packed weights.
 
     Args:
         share: of the weights that are packed.
         before: MiB that the weights had.
     """
+    move_to_huge_pages(layers)
     give_back_memory()
     for name in UNSAFE_METHODS:
         setattr(model, name, partial(refuse, name))
