@@ -119,6 +119,11 @@ TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.loc
 CURL = Need("without curl", "apt-get install curl", lambda: shutil.which("curl") is not None)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)
 NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)
+HUGE_PAGES = Need(
+    "without huge pages",
+    "run on a Linux that has them",
+    lambda: Path("/proc/self/smaps").exists() and Path("/sys/kernel/mm/transparent_hugepage").exists(),
+)
 MOUNTS = Need("without the right to mount", "run as root, in a container with CAP_SYS_ADMIN")
 SLURM = Need("without a SLURM of their own", "RESIDUAL_MASS_SLURM=1 make test-all, as root where that may be installed")
 OLDEST_PYTHON = Need(

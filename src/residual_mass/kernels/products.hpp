@@ -232,7 +232,9 @@ struct Products {
     take(halves, x, narrow, row), take(wholes, x, narrow, row);
     int blocks = 0;
     for (int i = 0; i < number; i++) blocks += weights[i].blocks();
-    const int share = std::max(1, std::min(16, blocks / (4 * threads))), shares = (blocks + share - 1) / share;
+    // Few rows wait for memory, which is fastest in long streams; many compute, and small tasks keep threads equally busy.
+    const int share = kept() ? std::clamp(blocks / (4 * threads), 1, 16) : std::clamp((blocks + threads - 1) / threads, 1, 256);
+    const int shares = (blocks + share - 1) / share;
     const int passes = (count + IN_CACHE - 1) / IN_CACHE;
     parallel(threads, passes * shares, [&](int task, int thread) {
       const int first = task / shares * IN_CACHE, end = std::min(count, first + IN_CACHE), from = task % shares * share;

@@ -111,7 +111,7 @@ def test_no_rows(library: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 0), (1, 1, 9)])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 0), (1, 1, 9), (100,)])
 def test_operations_without_python_compute_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(*shape, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     weights = [made(20, 64), made(16, 64, 8, 16, minimums=False), made(33, 64, 6), made(5, 64, 5)]

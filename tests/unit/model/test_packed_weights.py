@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import cpu_offload
 from tests.conftest import tiny_llama
+from tests.needs import HUGE_PAGES, needs
 from tests.unit.model.families import FAMILIES, Family, cases
 from tests.unit.model.weights import BF16, by_hand
 from torch import Tensor, nn
@@ -304,6 +305,19 @@ def test_copies_and_states_give_the_same_logits(tmp_path: Path) -> None:
     for convert in (PreTrainedModel.half, PreTrainedModel.float):
         converted = convert(copy.deepcopy(model))(ids).logits
         torch.testing.assert_close(converted.double(), expected.double(), rtol=0, atol=0.1 * float(expected.std()))
+
+
+@needs(HUGE_PAGES)
+def test_weights_lie_where_huge_pages_are_asked_for() -> None:
+    """Each in a storage of its own, as long as it is."""
+    model = pack_weights(tiny_llama(layers=2))
+    buffers = [layer.words for layer in model.modules() if isinstance(layer, PackedLinear)]
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]
+    asked = [each.partition(" ")[0].split("-") for each in maps if re.search(r"^VmFlags:.* hg( |$)", each, re.MULTILINE)]
+    for buffer in buffers:
+        first, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        assert buffer.untyped_storage().nbytes() == buffer.nbytes
+        assert any(int(low, 16) <= first and end <= int(high, 16) for low, high in asked)
 
 
 def test_what_a_packed_model_cannot_do_is_said(tmp_path: Path) -> None:
