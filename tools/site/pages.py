@@ -1,4 +1,4 @@
-"""A hook of mkdocs: adds pages from outside docs/, and makes the repository's links work on the site."""
+"""A hook of mkdocs: adds pages from outside docs/, mends the links of the repository, and keeps numbers whole."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ OUTSIDE = {
     "tools/site/wide.css": "wide.css",
 }
 """Places on the site of files outside docs/."""
+MARKUP = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
+"""Of a page, what is not its text or must be copied as it is."""
+UNBROKEN = {
+    re.compile(r"(?<=\d)e-(?=\d)"): "e\N{NON-BREAKING HYPHEN}",
+    re.compile(r"(?<=\d) %"): "\N{NO-BREAK SPACE}%",
+}
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
 
@@ -42,3 +48,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return os.path.relpath(OUTSIDE.get(target, target.removeprefix("docs/")), posixpath.dirname(place) or ".")
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keeps numbers such as 9.2e-4 and 4 % on one line."""
+    parts = MARKUP.split(html)
+    for breaking, whole in UNBROKEN.items():
+        parts[::2] = [breaking.sub(whole, text) for text in parts[::2]]
+    return "".join(parts)
