@@ -7,6 +7,10 @@
 #include "prompt.hpp"
 #include "torch.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 // Calls f with the width as a constant, and returns what it returns; -1 for a width that is not served.
@@ -40,7 +44,9 @@ EXPORT int serves(int width) {
 EXPORT int target() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned a, b, c = 0, d;
+  __get_cpuid(1, &a, &b, &c, &d);  // clang 14 does not know the name of F16C
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (c & bit_F16C);
   const bool wide = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   return avx2 ? 1 + (wide && __builtin_cpu_supports("avx512vnni")) : 0;
 #else
