@@ -218,7 +218,7 @@ EXPORT int64_t multiply(const int32_t* words, const uint16_t* scales, const int3
 
 // Writes a weight, a column of all blocks' rows after the other.
 EXPORT void dequantise(const int32_t* words, const uint16_t* scales, const int32_t* exponents, int rows, int columns, int bits, int group, int middle, int minimums,
-                          int narrow, void* to, int threads) {
+                       int narrow, void* to, int threads) {
   const Weights weights{words, scales, exponents, rows, columns, bits, group, middle, minimums};
   with_bits(bits, [&]<int BITS>() { dequantise_all<BITS>(weights, threads, Result{to, (size_t)weights.blocks() * ROWS_OF_BLOCK, (bool)narrow}); });
 }

@@ -33,10 +33,10 @@ def move_to_huge_pages(modules: Sequence[nn.Module]) -> None:
         return
     places = [(module, name) for module in modules for name, buffer in module.named_buffers() if buffer.nbytes]
     sizes = [-(-module.get_buffer(name).nbytes // LINE) * LINE for module, name in places]
-    memory = mmap.mmap(-1, sum(sizes) + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
+        memory = mmap.mmap(-1, sum(sizes) + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them
+    except OSError:  # a kernel without them, or a limit on the memory of the process
         return
     offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
     for (module, name), size in zip(places, sizes, strict=True):
