@@ -18,7 +18,7 @@ from residual_mass.kernels import library
 from residual_mass.kernels.buffers import shapes_of
 from residual_mass.kernels.library import ADDRESS_FIELDS, SIZE_FIELDS, Buffers, Library, Views, views
 
-FUNCTIONS = ("attend", "pack", "clusters")
+FUNCTIONS = ("attend", "pack", "clusters", "prompt")
 Span = tuple[int, int]
 """Address and bytes of memory."""
 
@@ -55,6 +55,22 @@ class EmulatedLibrary(Library):
         arguments = [buffers, tensors, full, residual, threads, heads, tokens, narrow, of_factor]
         spans = [*map(_span_of_tensor, (query, *others)), *_spans_of_buffers(buffers)]
         return bool(self._call("attend", arguments, spans))
+
+    def prompt(self, held: Buffers | None, tensors: Views, *numbers: float) -> None:
+        width, batch, heads, query_heads, count, keys = numbers[:6]
+        *whole, narrow, factor = numbers
+        item = 2 if narrow else 4
+        new = (batch, heads, keys, width)
+        shapes = ((batch, query_heads, count, width), new, new, (batch, count, query_heads, width))
+        items = (item, item, item, item, 4)
+        spans = []
+        for place, (shape, size) in enumerate(zip((*shapes, (batch, count, query_heads, 1)), items, strict=True)):
+            address, *strides = tensors[5 * place : 5 * place + 5]
+            if address:
+                spans.append(_span(address, shape, strides, size))
+        if held is not None:
+            spans += _spans_of_buffers(held)
+        self._call("prompt", [held, tensors, *whole, narrow, ctypes.c_float(factor)], spans)
 
     def call(self, name: str, *arguments: int | Tensor | Views | None) -> None:
         spans = [_span_of_tensor(x) for x in arguments if isinstance(x, Tensor)]
