@@ -19,7 +19,7 @@ NAMESPACE = "residual_mass"
 FILE = __file__.encode()
 """Where torch says that operations are from; it keeps the address."""
 MOST = 4
-"""Weights of one operation."""
+"""Weights of one operation, as `MOST` of kernels.cpp."""
 WEIGHT = ", Tensor words0, Tensor scales0, Tensor exponents0, int rows0, int group0, int middle0"
 """Its arguments."""
 FUNCTIONS = (
