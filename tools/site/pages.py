@@ -24,7 +24,7 @@ MARKUP = re.compile(r"(<pre.*?</pre>|<code.*?</code>|<[^>]*>)", re.DOTALL)
 """Of a page, what is not its text or must be copied as it is."""
 UNBROKEN = {
     re.compile(r"(?<=\d)e-(?=\d)"): "e\N{NON-BREAKING HYPHEN}",
-    re.compile(r"(?<=\d) %"): "\N{NO-BREAK SPACE}%",
+    re.compile(r"(?<=\d) (?=%|(ms|s|MiB|GiB|MB|GB)\b)"): "\N{NO-BREAK SPACE}",
 }
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keeps numbers such as 9.2e-4 and 4 % on one line."""
+    """Keeps numbers such as 9.2e-4, 4 % and 7.7 ms on one line."""
     parts = MARKUP.split(html)
     for breaking, whole in UNBROKEN.items():
         parts[::2] = [breaking.sub(whole, text) for text in parts[::2]]
