@@ -103,6 +103,7 @@ def seconds_of(job: Job, rates: Sequence[Rate]) -> float:
     if not own:
         return math.nan
     length = tokens_of(job.spec["length"])
+    # By ratio: 2k tokens are as far from 4k as 8k are.
     nearest = min(own, key=lambda rate: abs(math.log(rate.length / length)))
     seconds = 0.0
     for unit, count in _units(job).items():

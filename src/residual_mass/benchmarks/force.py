@@ -96,6 +96,7 @@ class Continuation:
         """Yields for every token whether the prompt has it: 0 no, 1 the token, 2 the bigram that it ends."""
         tokens, bigrams = self._in_prompt
         for bigram in pairwise((self.prompt[-1], *answer)):
+            # The prompt has the tokens of its bigrams, so the sum is 0, 1 or 2.
             yield (bigram[1] in tokens) + (bigram in bigrams)
 
     @cached_property
@@ -249,11 +250,13 @@ def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow]) -> Iterator[list
         answer = continuation.answer
         if answer is None:
             answer = tuple(decoder.greedy(last, continuation.limit))
+        # Inputs are one token behind the targets that they predict.
         tokens = (last, *answer[:-1])
         targets = torch.tensor(answer, device=decoder.engine.backbone.device)
         logits, layers = decoder.full(tokens)
+        # In float64: a small KL is a sum of differences of nearly equal logarithms.
         full = logits.double().log_softmax(-1)
-        del logits
+        del logits  # [T, V], no longer needed while the arms' are in memory
         for state in dict.fromkeys(state for state, _ in continuation.rows):
             rows = [row for row in missing if row.continuation == continuation and row.state == state]
             partial = [row.arm for row in rows if not row.arm.is_full]

@@ -192,6 +192,7 @@ def _fitting(batch: Sequence[PendingExample], tokens: int) -> int:
     lengths = [len(item.example.ids) for item in batch]
     fitting = 0
     for size, longest in enumerate(accumulate(lengths, max), start=1):
+        # The product never falls, so the number of sizes that fit is the largest of them.
         fitting += size * longest <= tokens
     return max(1, fitting)
 
@@ -257,6 +258,7 @@ def _decoded(
         part = rest[: _fitting(rest, room)]
         examples = [item.example for item in part]
 
+        # A default binds this part's examples; a closure would see those of later parts.
         def settled(number: int, tokens: list[int], examples: Sequence[Example] = examples) -> bool:
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             return saturated(spec.benchmark, examples[number].prompt.doc, text)

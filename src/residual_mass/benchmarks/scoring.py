@@ -245,6 +245,7 @@ def _compared(rows: pd.DataFrame, arms: list[ArmSpec]) -> pd.DataFrame:
         if same_budget in arms:
             paired.append(number)
             topk.append(arms.index(same_budget))
+    # As an array: pandas would align rows by arm, and each pair has two arms.
     gain = harness.loc[paired] - harness.loc[topk].to_numpy()
     full_gap = harness[:0]
     if FULL in arms:

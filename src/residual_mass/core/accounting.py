@@ -91,6 +91,7 @@ def exact_terms(scores: Tensor, values: Tensor, support: Tensor) -> Terms:
     """
     shift = _finite_max(scores, support)
     weights = (scores - shift.unsqueeze(-1)).exp()
+    # Not a product with the mask: outside the support e^(s - shift) may be infinite, and inf * 0 is NaN.
     weights = torch.where(support, weights, 0)
     return Terms(weights @ values, weights.sum(-1), shift)
 
@@ -115,6 +116,7 @@ def key_features(log_features: Tensor, mid: Tensor) -> tuple[Tensor, Tensor]:
     """
     inside = mid.unsqueeze(-1)
     by_feature = log_features.transpose(-1, -2)  # [..., M, L]: the maximum is over tokens
+    # One shift per feature, and none per token, so that sums over tokens stay in its units.
     log_shift = _finite_max(by_feature, inside.transpose(-1, -2))
     features = (log_features - log_shift.unsqueeze(-2)).exp()
     features = torch.where(inside, features, 0)
@@ -140,6 +142,7 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
     Args:
         log_query: [..., R, M] log phi_q(q).
     """
+    # The keys' scale joins the exponent, phi_q[m] e^log_shift[m], before the largest is factored out.
     log_weights = log_query + state.log_shift.unsqueeze(-2)
     shift = log_weights.amax(-1)
     weights = (log_weights - shift.unsqueeze(-1)).exp()
@@ -147,7 +150,7 @@ def residual_terms(state: SummaryState, log_query: Tensor, retrieved: Retrieved 
     if retrieved is None:
         return Terms(weights @ state.numerator, whole_mass, shift)
     retrieved_numerator = retrieved.features.transpose(-1, -2) @ retrieved.values  # [..., R, M, D]
-    residual_numerator = state.numerator.unsqueeze(-3) - retrieved_numerator
+    residual_numerator = state.numerator.unsqueeze(-3) - retrieved_numerator  # S_R = S_M - S_K for every row
     residual_mass = state.mass.unsqueeze(-2) - retrieved.features.sum(-2)
     numerator = (weights.unsqueeze(-2) @ residual_numerator).squeeze(-2)
     denominator = (weights * residual_mass).sum(-1)
@@ -188,9 +191,10 @@ def one_gather_terms(
     weights = torch.where(valid, weights, 0)
     denominator = weights.sum(-1)
     if estimate is not None:
+        # At most 1 in kept rows; in the others it may overflow.
         unit = torch.where(residual.kept, (residual.shift - shift).exp(), 0)
         z = unit.unsqueeze(-1) * residual.z
-        weights[..., num_anchors:] -= z
+        weights[..., num_anchors:] -= z  # negative where phi overestimates a retrieved token
         denominator = denominator + unit * residual.mass
     numerator = weighted_sum(weights, indices, values)
     if estimate is not None:
@@ -257,6 +261,7 @@ def merge(*terms: Terms) -> Tensor:
 
 def added(*terms: Terms) -> Terms:
     """Adds up terms without normalising. As in `merge`, shifts may differ and empty terms are ignored."""
+    # Not -inf: the shift of a sum of empty terms must be finite.
     lowest = torch.finfo(terms[0].shift.dtype).min
     shifts = []
     for term in terms:
@@ -277,4 +282,5 @@ def _finite_max(scores: Tensor, mask: Tensor) -> Tensor:
     if scores.shape[-1] == 0:
         return scores.new_zeros(scores.shape[:-1])
     highest = scores.masked_fill(~mask, -torch.inf).amax(-1)
+    # With a shift of -inf, s - shift would be infinite or NaN.
     return torch.where(highest > -torch.inf, highest, 0)

@@ -59,6 +59,8 @@ class ReZeroMap(nn.Module):
 
     def fold(self) -> FoldedMap:
         """Folds the map into one with 8 times fewer multiplications, differentiable in the original parameters."""
+        # W_o (g0 + alpha (W_2 gelu(W_1 g0 + b_1) + b_2)) + b_o with g0 = W_s x + b_s, multiplied out:
+        # A = W_o W_s, B = alpha W_o W_2, C = W_1 W_s.
         a = self.stem @ self.out
         b = self.alpha * (self.down @ self.out)
         c = self.stem @ self.up
@@ -83,6 +85,7 @@ class ReZeroMap(nn.Module):
         if d_emb < d_in:
             raise ValueError(f"map.init positive_random_features needs d_emb >= head dimension ({d_emb} < {d_in})")
         stem = self.stem
+        # With alpha = 0 and g0 = [x, 0], W_o applies the directions to x itself.
         identity = torch.eye(d_in, d_emb, dtype=stem.dtype, device=stem.device)
         self.stem.copy_(identity.expand(heads, -1, -1))
         self.stem_bias.zero_()
@@ -126,6 +129,7 @@ def orthogonal_directions(heads: int, d_phi: int, d_in: int, generator: torch.Ge
         # QR's Q is uniform over rotations only with the signs fixed.
         signs = r.diagonal(dim1=-2, dim2=-1).sign()
         q = q * signs.unsqueeze(-2)
+        # Lengths of independent Gaussian vectors: each row alone is then Gaussian.
         lengths = normal().norm(dim=-1, keepdim=True)
         blocks.append(q * lengths)
     return torch.cat(blocks, dim=1)[:, :d_phi]
@@ -136,6 +140,7 @@ def log_kernel(log_query: Tensor, log_key: Tensor) -> Tensor:
 
     Factors out the rows' maxima and clamps the remaining z at 1e-30, so that 1/z stays finite in the gradient.
     """
+    # log z does not depend on the shifts, so gradients through them would cancel.
     query_shift = log_query.amax(-1, keepdim=True).detach()
     key_shift = log_key.amax(-1, keepdim=True).detach()
     query = (log_query - query_shift).clamp_min(LEAST).exp()

@@ -23,6 +23,7 @@ def rel_l1(estimate: Tensor, full: Tensor) -> Tensor:
 
 def residual_share(exact: Terms, residual: Terms) -> Tensor:
     """Returns Z_R / (Z_E + Z_R): [..., R] in [0, 1]."""
+    # From logarithms: the masses themselves may overflow, and their shifts differ.
     return torch.sigmoid(residual.log_mass() - exact.log_mass())
 
 
@@ -70,5 +71,5 @@ def mass_curve(scores: Tensor, mid: Tensor, ks: Sequence[int]) -> Tensor:
     """
     p = scores.masked_fill(~mid, -torch.inf).softmax(-1)
     descending = p.sort(-1, descending=True).values
-    recovered = descending.cumsum(-1, dtype=torch.float64)
+    recovered = descending.cumsum(-1, dtype=torch.float64)  # the last of many p would be lost in float32
     return recovered[..., torch.tensor(ks, device=scores.device) - 1]

@@ -113,6 +113,7 @@ def exact_targets(scores: Tensor, values: Tensor, window: Window, ks: Tensor) ->
     best = exhaustive_topk(scores, mid, most.expand(scores.shape[:-1]))
     best_weights = mid_weights.gather(-1, best.indices).mul_(best.valid)
     retrieved = _sum_of_first(best_weights, ks, values, best.indices)
+    # Visible keys outside the mid-region are the anchors.
     anchors = _product_by_head(weights - mid_weights, values)
     exact = anchors.unsqueeze(-2) + retrieved
     output = _normalised(_product_by_head(weights, values))
@@ -127,6 +128,7 @@ def complete(log_query: Tensor, log_key: Tensor, values: Tensor, window: Window,
         log_query: [H, Q, G, M] log phi_q; log_key: [H, L, M] log phi_k; values: [H, L, D].
     """
     values = _with_one(values)
+    # One past the last mid-region key; an empty mid-region ends where it begins.
     ends = (window.last + 1 - window.tail).clamp_min(window.sink)
     first = window.sink  # column of the first mid-region key, of which features and kernel have column 0
     log_features = log_key[:, first : int(ends.max())]
@@ -165,7 +167,7 @@ def residual_losses(completion: Completion, targets: Targets, weight_z: float, r
     errors = output_errors(completion.rest, completion.unit, targets)
     if relative:
         dropped = output_errors(torch.zeros_like(completion.whole), completion.unit, targets)
-        errors = errors / dropped.mean((0, 1, 2)).clamp_min(1e-6)
+        errors = errors / dropped.mean((0, 1, 2)).clamp_min(1e-6)  # 0 if a support covers every mid-region
     gap = log_mass_error(completion, targets)
     gap = torch.where(gap.isfinite(), gap, 0)
     losses = errors + weight_z * huber(gap, 1.0)

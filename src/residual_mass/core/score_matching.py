@@ -156,6 +156,7 @@ class TorchPasses:
         totals.crossed[:, rows] += share.sum(-1)
         torch.clamp_min(r, LEAST, out=share).exp_()
         totals.cold[:, rows] += share.sum(-1)
+        # r is at most 0, but r_hat has no bound: its sums need a unit of their own.
         largest = r_hat.amax(-1)
         torch.sub(r_hat, largest.unsqueeze(-1), out=share)
         share.div_(tau).clamp_min_(LEAST).exp_()
@@ -239,8 +240,10 @@ class TorchPasses:
         slope *= factors.kl
         slope += self._error_slope(pairs, factors)
         if pairs.hidden is not None:
+            # softmax(r_hat), the slope of log sum exp(r_hat).
             mass_slope = (r_hat - sums.log_z_hat.unsqueeze(-1)).clamp_min_(LEAST).exp_()
             slope += mass_slope.mul_(factors.z)
+            # r_hat is log z plus constants, so d r_hat / dz = 1 / z.
             return slope.masked_fill_(pairs.hidden, 0).div_(pairs.kernel)
         # d exp(r_hat) / dz does not depend on z: the slope of this term is a row factor times a key factor.
         mass, unit = self.key_mass(block, rows)
@@ -286,6 +289,7 @@ class TorchPasses:
         return keys.transpose(-1, -2)
 
     def _visibility(self, block: slice) -> tuple[slice, Tensor | None]:
+        # Rows ascend in `last`: those that see the block's first key are the last ones.
         rows = slice(bisect_left(self.last_seen, block.start), None)
         if block.stop <= self.last_seen[rows.start] + 1:
             return rows, None
@@ -365,6 +369,7 @@ def _scaled_features(log_features: Tensor, shift: Tensor) -> Tensor:
 def huber(x: Tensor, delta: float) -> Tensor:
     """Computes x^2 / 2 up to |x| = delta, and beyond it a line of slope delta."""
     slope = x.clamp(-delta, delta)
+    # x (x - x / 2) up to delta, and beyond it delta (|x| - delta / 2).
     return slope * torch.sub(x, slope, alpha=0.5)
 
 
@@ -423,6 +428,7 @@ class _RunningSums:
 
 def _losses(sums: Sums, weights: Weights) -> Tensor:
     mean_gap = sums.crossed * (-sums.log_warm).exp()
+    # KL(p || p_hat) = E_p[(r - r_hat) / tau] - log sum exp(r / tau) + log sum exp(r_hat / tau).
     divergence = mean_gap - sums.log_warm + sums.log_warm_hat
     kl = weights.kl * weights.tau**2 * divergence
     top = weights.top * sums.top / sums.in_band
@@ -434,6 +440,7 @@ def _losses(sums: Sums, weights: Weights) -> Tensor:
 
 def _factors(sums: Sums, weights: Weights, upstream: Tensor) -> Factors:
     """Computes the factors for the upstream gradient [H, R] of the rows' losses."""
+    # tau^2 of the loss times 1 / tau of d(r_hat / tau).
     kl = weights.kl * weights.tau * upstream
     top = weights.top * upstream / sums.in_band
     fp = weights.fp * upstream / sums.beyond.clamp_min(1)

@@ -96,6 +96,7 @@ def step_for(
         return None
     step = CompiledStep(model, may_compile=False, alone=alone)
     graph = step.graph(batch)
+    # "auto" does not repeat a compilation that has failed; `compile=True` does.
     if graph.failed:
         return None
     step.may_compile = tokens >= REPAID or (tokens >= REPAID_FROM_DISK and _is_on_disk(model, batch))
@@ -169,6 +170,7 @@ class Call(NamedTuple):
         """Returns a function of other tensors in place of `own` that computes what this call did; None if more than
         these differs from the call before, as in a model that keeps something of its last call.
         """
+        # Found by identity: equal tensors can be inputs of different meaning.
         places = [[place for place, each in enumerate(self.inputs) if each is tensor] for tensor in own]
         if before is None or before.function is not self.function or len(self.outputs) != 1:
             return None
@@ -232,7 +234,7 @@ class CompiledStep:
             Exception: whatever torch raises where a graph cannot be made. No attention was computed then.
         """
         graph = self.graph(len(ids))
-        if self._again is not None:
+        if self._again is not None:  # `graph` has dropped it if what decides the key has changed
             return self._again(ids, positions, mask)
         self._began = None
         _calling.step = self
@@ -242,7 +244,7 @@ class CompiledStep:
                 self._again = _calling.last.repeated((ids, positions, mask), self._last)
                 self._last = _calling.last
         finally:
-            _calling.step = _calling.last = None
+            _calling.step = _calling.last = None  # `last` would keep the tensors of the call alive
         if self._began is not None:
             log.warning("compiled the decode step in %.0f s", time.perf_counter() - self._began)
             _write_record(self.model, len(ids), time.perf_counter() - self._began)
@@ -255,9 +257,11 @@ class CompiledStep:
         inference = torch.is_inference_mode_enabled()
         # The number of hooks that were ever registered tells whether there can be new ones.
         seen = (batch, torch.get_num_threads(), inference, RemovableHandle.next_id, torch.is_grad_enabled())
+        # That number does not tell of removed hooks: a model that has any is always looked at.
         if self._graph is None or seen != self._seen or self._key.hooks:
             self._seen = seen
             self._last = self._again = None
+            # Without the grad mode, which torch's guards compare.
             self._key = Key(*seen[:3], *_hooks_and_methods(self.model))
             self._graph = _kept_graph(self.model, self._key)
         return self._graph
@@ -301,7 +305,7 @@ def _hooks_and_methods(model: PreTrainedModel) -> tuple[tuple[Any, ...], frozens
     hooks: list[tuple[Any, ...]] = []
     kinds = set()
     held = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
-    for place, module in enumerate((None, *model.modules())):
+    for place, module in enumerate((None, *model.modules())):  # None is for the hooks of all modules
         if module is not None:
             kinds.add(type(module))
             held = (module._forward_pre_hooks, module._forward_hooks)
@@ -309,6 +313,7 @@ def _hooks_and_methods(model: PreTrainedModel) -> tuple[tuple[Any, ...], frozens
             hooks.append((place, *map(tuple, held)))
     # Torch replaces methods of `Module` itself when it begins to compile.
     bases = {base for kind in kinds for base in kind.__mro__} - {modules.Module}
+    # Functions are compared by identity: a method that was replaced gives another key.
     methods = [(base, *filter(inspect.isfunction, vars(base).values())) for base in bases]
     return tuple(hooks), frozenset(methods)
 

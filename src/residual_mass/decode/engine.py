@@ -162,6 +162,7 @@ class SharedPrefillEngine:
 
     def require_constant_frequencies(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
         """Raises ValueError if rotary frequencies change within the texts of a batch, or differ between them."""
+        # The last generated token is never read.
         self.frequencies.require_growing([len(ids) for ids in prompts], [limit - 1 for limit in limits])
 
     def _generations(self, batch: RowBatch, e: int, length: int) -> list[Generation]:
@@ -255,7 +256,7 @@ class SharedPrefillEngine:
         by_layer = []
         for summary in summaries:
             parts = [part.flatten(1).isfinite().all(1) for part in summary.state]
-            by_layer.append(torch.stack(parts))
+            by_layer.append(torch.stack(parts))  # [parts of the state, E]
         finite = torch.stack(by_layer).all(1).cpu()  # [layers, E], with a single synchronisation
         if finite.all():
             return
@@ -278,7 +279,9 @@ class SharedPrefillEngine:
             tokens, finite = torch.stack(greedy(logits)).tolist()
             for (e, a), good in zip(batch.rows(), finite, strict=True):
                 if not good and batch.finish[e][a] is None:  # tokens of finished rows are not used
+                    # `arms.arms` holds only the arms that still decode, in the order of `batch.arms`.
                     arm = arms.arms[batch.arms.index(a)]
+                    # Token 1 is the prefill's, so step 0 gives token 2.
                     raise self.not_finite(e, f"generated token {steps + 2}", arm)
             batch.add(tokens)
             steps += 1
@@ -287,7 +290,7 @@ class SharedPrefillEngine:
         """Returns the rows (example, arm) after prefixes of so many tokens."""
         columns = torch.arange(arms.tokens, device=self.backbone.device)
         real = columns < torch.tensor(lengths, device=columns.device)[:, None]  # [E, L], padding on the right
-        return Text(self.backbone.model, arms, real.repeat_interleave(len(arms.arms), 0))
+        return Text(self.backbone.model, arms, real.repeat_interleave(len(arms.arms), 0))  # rows by example, then arm
 
     def not_finite(self, prompt: int, of: str, arm: ArmSpec, place: str = "") -> NotFiniteError:
         """Builds the error for logits under an arm that are not finite."""
@@ -364,6 +367,7 @@ class RowBatch:
                 self.finish[e][a] = self._finish(e, own)
 
     def _finish(self, e: int, tokens: list[int]) -> Finish | None:
+        # First, because an end token at the limit still ends the text by itself.
         if tokens[-1] in self.ends:
             return "eos"
         if len(tokens) >= self.limits[e]:
@@ -381,6 +385,7 @@ class RowBatch:
         examples = sorted({e for e, _ in unfinished})
         arms = sorted({a for _, a in unfinished})
         if examples != self.examples or arms != self.arms:
+            # The backend and `real` hold only what still decodes: they take places in it, not numbers of the call.
             places = [self.examples.index(e) for e in examples]
             arm_places = [self.arms.index(a) for a in arms]
             text.real = text.real[[e * len(self.arms) + a for e in places for a in arm_places]]

@@ -98,6 +98,7 @@ class ForcedDecoder:
         """
         model = self.engine.backbone.model
         self.engine.frequencies.require_growing([self.length + 1], [limit - 1])
+        # The batch counts `first` as generated, too.
         batch = RowBatch([first], [limit + 1], 1, end_tokens(model), None)
         decoder = self._decoder([ArmSpec("full")], limit)
         self.engine.decode(decoder, batch, [self.length])

@@ -94,7 +94,7 @@ def partial_generate(
     ends = end_tokens(model, eos_token_id)
     return model.generate(
         prompt,
-        attention_mask=torch.ones_like(prompt),
+        attention_mask=torch.ones_like(prompt),  # `generate` would guess one from padding tokens in the prompt
         max_new_tokens=max_new_tokens,
         do_sample=False,
         num_beams=1,
@@ -184,6 +184,7 @@ def partial_kv(
     session = Session(inner, Decoding(arm_of(method, budget), AnchorSpec(num_sink, num_tail), phi, compile), cache)
     if isinstance(getattr(vars(inner).get("generate"), "__self__", None), Session):
         raise ValueError("the model is within partial_kv already; contexts on one model cannot be nested")
+    # Only an attribute of the instance has to be restored; the class keeps its method.
     own = vars(inner).get("generate")
     with generation_only(inner):
         inner.generate = session.generate
@@ -215,6 +216,7 @@ class Session:
         self.decoding = decoding
         self.cache = cache
         self.partial_calls: Counter[int] = decoding.steps
+        # The method itself: the context replaces the model's attribute by `Session.generate` afterwards.
         self._generate = model.generate
 
     def generate(self, *args: Any, streamer: BaseStreamer | None = None, tokenizer: Any = None, **options: Any) -> Any:
@@ -306,6 +308,7 @@ def read(text: Text, ids: Tensor, size: int | None, inputs: dict[str, Any]) -> T
         size = None
     unread = ids[:, text.tokens :]
     if "position_ids" in inputs:
+        # The caller's positions are of the whole text, of which earlier turns are read already.
         inputs = inputs | {"position_ids": inputs["position_ids"][..., -unread.shape[1] :]}
     for piece in unread.split(size or unread.shape[1], 1):
         logits = text.read(piece, **inputs)
@@ -351,6 +354,7 @@ def continued(
         if config.return_dict_in_generate and config.output_logits:
             kept_logits += (raw,)
         unfinished = unfinished & ~criteria(ids, kept_scores or None)
+        # Before the step: the last token is never read.
         if not bool(unfinished.any()):
             break
         logits = text.step(ids[:, -1:])
@@ -398,7 +402,7 @@ def taken_inputs(model: PreTrainedModel, ids: Tensor, options: dict[str, Any]) -
     held = 0 if cache is None else cache.get_seq_length()
     if held and more:
         raise ValueError(f"a further turn takes token ids alone: leave out {', '.join(sorted(more))}")
-    if held >= ids.shape[1] > 0:
+    if held >= ids.shape[1] > 0:  # beside `inputs_embeds` ids may have no columns
         raise ValueError(
             f"the cache holds {held} tokens, and input_ids {ids.shape[1]}: pass the whole text of all turns, with new "
             "tokens"
@@ -428,5 +432,6 @@ def require_counted(positions: Tensor | None, mask: Tensor | None, columns: tupl
     real = torch.ones(columns, dtype=torch.long, device="cpu") if mask is None else mask.cpu()
     counted = real.cumsum(1) - 1
     own = positions.cpu().expand(columns[0], -1)
+    # Positions of padding are free: no token attends to it.
     if own.shape != counted.shape or bool(((own != counted) & real.bool()).any()):
         raise ValueError("our loop counts positions itself: leave out position_ids")

@@ -67,7 +67,7 @@ class PackedLayer(CacheLayerMixin):
         return self.tokens
 
     def get_max_length(self) -> int:
-        return -1
+        return -1  # no maximum, in transformers
 
     get_max_cache_shape = get_max_length  # its name in transformers 4
 
@@ -118,6 +118,7 @@ class PackedCache(Cache):
         self.library = load()
         self.shape = HeadShape.of(text_config(model))
         self.identity: Identity | None = None
+        # Weak, so that a kept cache does not keep the weights in memory.
         self._model = weakref.ref(unwrapped(model))
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -134,6 +135,7 @@ class PackedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         layer = self.layers[layer_idx]
+        # Layers with windows or states need not count tokens; all layers have read the same ones.
         if not isinstance(layer, PackedLayer):
             layer = self.packed_layers[0]
         return layer.tokens
@@ -183,6 +185,7 @@ class PackedCache(Cache):
                 f"{path}: cannot be loaded as a state of this PackedCache ({error}); load it for the model and the "
                 "method that it was saved with, or read the prompt again and save it anew"
             ) from None
+        # Only now, with all layers checked: an error leaves the cache as it was.
         for layer, own in zip(self.layers, restored, strict=True):
             if isinstance(layer, PackedLayer):
                 layer.packed = own
@@ -219,6 +222,7 @@ class PackedCache(Cache):
         for name, tensor in tensors.items():
             index, _, own = name.partition(".")
             by_layer[int(index)][own] = tensor
+        # What remains in `sizes` are the numbers that `LayerCache.state` returned.
         columns = [own.pop("tokens") for own in sizes]
         restored: list[Any] = []
         for layer, own, numbers in zip(self.layers, by_layer, sizes, strict=True):
@@ -248,6 +252,7 @@ class PackedCache(Cache):
                 raise ValueError(f"layer {index} holds another number of tokens than layer 0")
         if any(count != columns[0] for count in columns):
             raise ValueError("its layers hold different numbers of tokens")
+        # `type`, because a bool is an int for `isinstance`. Columns count padding, too: no row has more tokens.
         if type(columns[0]) is not int or columns[0] < max(first.tokens):
             raise ValueError(f"its number of columns is {columns[0]!r}, below that of the tokens")
 
@@ -264,6 +269,7 @@ def require_window(layer: CacheLayerMixin, own: dict[str, Tensor], columns: int,
     """Raises ValueError unless the tensors are the last keys and values of `columns` tokens in a layer's window."""
     if not isinstance(layer, DynamicSlidingWindowLayer) or set(own) != {"keys", "values"}:
         raise ValueError("a layer with a window has other tensors than keys and values")
+    # A window of n keeps n - 1 tokens: a query's own token is the n-th.
     held = min(columns, layer.sliding_window - 1)
     for name, tensor in own.items():
         if tensor.ndim != 4 or not tensor.is_floating_point() or (len(tensor), tensor.shape[2]) != (batch, held):
@@ -308,6 +314,7 @@ class PackedBackend(CacheBackend):
         self.arm = arm
         self.anchors = anchors
         self.cache = cache
+        # One function for all steps: `LayerCache.choose` sets K anew when it gets another object.
         self.retrieved = functools.cache(lambda count: retrieved_by(arm, count, anchors, None))
         """K of a row of so many tokens."""
 
@@ -333,6 +340,7 @@ class PackedBackend(CacheBackend):
         layer.tokens += call.key.shape[2]
         if layer.packed is None:
             layer.lazy_initialization(call.key, call.value)
+            # Attention comes first: it reads keys and values that are not rounded.
             output = exact_attention(*call)
             layer.packed = self._packed(call.key, call.value, call.mask)
             return output
@@ -347,6 +355,7 @@ class PackedBackend(CacheBackend):
         layer.tokens += count
         if count == 1:
             return attended(layer.packed.step, call)
+        # The kernels' step takes one token, which the next one of a continuation sees.
         outputs = []
         for token in range(count):
             new = (x[:, :, token : token + 1] for x in (call.query, call.key, call.value))
@@ -379,6 +388,7 @@ class PackedBackend(CacheBackend):
         """Packs the prompts [B, Hkv, L, D] of a layer; their padding may be anywhere."""
         first = [0] * len(key)
         if mask is not None:
+            # The last query sees every token of its row, so its mask shows the padding: [B, L].
             visible = mask[:, 0, -1].expand(len(key), -1)
             order = visible.to(torch.uint8).argsort(dim=-1, stable=True)  # padding first
             key = key.gather(2, order[:, None, :, None].expand_as(key))
@@ -414,6 +424,7 @@ def packing_refusal(model: PreTrainedModel, method: Method) -> str | None:
         return f"{type(model).__name__} shares keys between layers"
     if device_of(model).type != "cpu":
         return "the kernels run on CPUs"
+    # The classes of transformers' own layers tell what a model keeps beside keys and values.
     held = DynamicCache(config=model.config).layers
     for layer in layers:
         plain = type(held[layer.layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)

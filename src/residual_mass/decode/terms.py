@@ -110,6 +110,7 @@ def arm_rows(
 
 def retrieved_by(arm: Arm | ArmSpec, prefix_length: int, anchors: AnchorSpec, nominal_length: int | None) -> int:
     """Returns K of an arm on a prefix, at most |M|; `full` retrieves the whole mid-region."""
+    # A short prefix consists of anchors alone.
     num_anchors = min(prefix_length, anchors.sink + anchors.tail)
     mid = prefix_length - num_anchors
     if arm.budget_percent is None:
@@ -235,6 +236,7 @@ def own_residuals(reading: Reading, layer: PrefixLayer, arms: ArmRows) -> Iterat
     for residual, rows, seen in seen_by_residuals(reading, layer, arms):
         estimate = Terms(*residual.terms(seen, layer.state(residual)))
         mid_tokens = layer.partition.mid.sum(-1)
+        # `Residual.terms` may return anything for a row without unread tokens.
         has_unread = mid_tokens > seen.read.valid.sum(-1)
         numerator = torch.where(has_unread.unsqueeze(-1), estimate.numerator, 0)
         denominator = torch.where(has_unread, estimate.denominator, 0)
@@ -301,7 +303,7 @@ def merge_with_prefix(
     sinks = sinks_of(layer)
     if sinks is not None:
         by_group = promoted(sinks).unflatten(0, (kv_heads, -1))  # [Hkv, G]
-        terms.append(sink_terms(by_group.repeat_interleave(tokens, 1)))
+        terms.append(sink_terms(by_group.repeat_interleave(tokens, 1)))  # [Hkv, G * T]
     merged = merge(*terms)  # [N, Hkv, G * T, D]
     output = merged.unflatten(2, (-1, tokens)).flatten(1, 2)
     return output.transpose(1, 2).to(query.dtype)

@@ -170,7 +170,7 @@ class Text:
         self._masks.clear()
         positions = self._positions(ids) if positions is None else positions
         self.frequencies.require_call(positions)
-        single = attend == self.backend.step and ids.shape[1] == 1
+        single = attend == self.backend.step and ids.shape[1] == 1  # `==`: every access makes a new bound method
         with called(self):
             if self.states is not None or inputs:
                 logits = self._logits_with_states(ids, positions, keep, inputs)
@@ -190,6 +190,7 @@ class Text:
         self.has_images = self.has_images or self.reads_images
         own = inputs.pop("position_ids", None)
         if own is None and self.last_positions is not None:
+            # After images, every dimension counts on from the last token: [N, B, T].
             own = self.last_positions + torch.arange(1, ids.shape[1] + 1, device=ids.device)
         if own is not None:
             self.last_positions = own[..., -1:]
@@ -270,6 +271,7 @@ class Text:
             # A piece of the queries at a time, so that masks are as wide as a window and a piece, not as the text.
             piece = query[:, :, first : first + PIECE]
             asking = self.tokens + first
+            # Columns of the first stored key, and of the first one that this piece's first query may see.
             oldest = self.tokens + query.shape[2] - keys.shape[2]
             low = max(oldest, asking - window.size + 1)
             seen = slice(low - oldest, asking + piece.shape[2] - oldest)
@@ -290,6 +292,7 @@ class Text:
         self, window: AttentionWindow | None, low: int, asking: int, new: int, device: torch.device
     ) -> Tensor | None:
         total = asking + new
+        # A single query sees all keys from `low` on, unless a chunk begins among them.
         in_window = window is None or total <= window.size or (new == 1 and not window.chunked)
         if self.real is None and in_window and (new == 1 or asking == 0):
             return None

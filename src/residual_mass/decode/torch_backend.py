@@ -66,9 +66,11 @@ class BufferedLayer(DynamicLayer):
         before = held.shape[2]
         after = before + new.shape[2]
         buffer = self.buffers[place]
+        # Another address: someone replaced the tensor, and the buffer holds other tokens.
         begins_with_held = buffer is not None and held.data_ptr() == buffer.data_ptr()
         if not begins_with_held or len(held) != len(buffer) or after > buffer.shape[2]:
             batch, heads, _, width = new.shape
+            # In proportion to the length, so that the copies of all growths together stay linear in it.
             room = max(self.room, after // 4)
             buffer = new.new_empty(batch, heads, after + room, width)
             buffer[:, :, :before] = held

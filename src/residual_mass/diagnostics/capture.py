@@ -111,5 +111,5 @@ def round_ks(largest: int) -> list[int]:
     ks = {largest}
     for power in range(len(str(largest))):
         of_decade = [digit * 10**power for digit in ROUND_DIGITS]
-        ks |= {int(k) for k in of_decade if k < largest}
+        ks |= {int(k) for k in of_decade if k < largest}  # 1.5 becomes 1, which the set holds already
     return sorted(ks)

@@ -87,6 +87,7 @@ class ReadLayer:
         if selector not in self._read:
             reading = read_prefix(self.rows, self.layer, self._arms(method), self.scale)
             read = reading.retrieved.mask(self.values.shape[2])
+            # TopK adds no residual: its terms are nu_E and Z_E of whatever was read.
             exact = terms_of(reading, None, self.layer, None, self._arms(TOPK))
             rest = exact_terms(reading.scores, self.values, self.layer.partition.mid & ~read)
             self._read[selector] = Read(reading, exact, rest, read)
@@ -102,6 +103,7 @@ class ReadLayer:
         """
         read = self.read(method)
         terms, log_mass = self._terms(method, read)
+        # Read and unread tokens together are the whole prefix.
         full = merge(read.exact, read.rest)
         measures = {
             "error": rel_l1(merge(terms), full),
@@ -119,12 +121,13 @@ class ReadLayer:
         scores = best.reading.scores
         found = exact_terms(scores, self.values, best.mid & read.mid).log_mass()
         wanted = exact_terms(scores, self.values, best.mid).log_mass()
-        return (found - wanted).exp()
+        return (found - wanted).exp()  # NaN from -inf - -inf where K is 0
 
     def _tokens_read(self, method: str, read: Read) -> Tensor:
         """Counts the tokens that at least one query head of a KV head reads for a query: [1, Hkv, R]."""
         num_queries = self.shape[1]
         by_head = self._chosen(method, read).unflatten(2, (len(self.budgets), -1, num_queries))  # B, G, Q
+        # A token that several query heads read counts once.
         of_group = by_head.any(3, keepdim=True).sum(-1)
         tokens = of_group + int(self.layer.partition.anchors.sum())
         return tokens.expand(by_head.shape[:-1]).flatten(2).to(self.values.dtype)
@@ -173,7 +176,7 @@ class ReadLayer:
         rule = method_named(method)
         arms = self._arms(method)
         if rule.own is not None:
-            ((_, own),) = own_residuals(read.reading, self.layer, arms)
+            ((_, own),) = own_residuals(read.reading, self.layer, arms)  # a single residual: all arms have this method
             return added(read.exact, own), own.log_mass()
         if rule.phi is None:
             return read.exact, torch.full_like(read.exact.denominator, -torch.inf)
@@ -226,4 +229,5 @@ class ReadLayer:
         device = self.layer.keys.device
         arms = [ArmSpec(method, budget) for budget in self.budgets]
         rows = self.shape.numel() // num_kv_heads
+        # A budget is an arm, whose rows are the G * Q queries of a KV head.
         return arm_rows(arms, rows, [length], self.anchors, length, device, tokens=self.shape[1])

@@ -93,6 +93,7 @@ def _prompt_packs(manifest: Path, task: str, backbone: Backbone, length: str, qu
         decoded = tokens(answer)
         if len(decoded) < queries:
             raise ValueError(f"diagnostics.queries: an answer of {task} has {len(decoded)} tokens; ask for no more")
+        # Cut at the front: the prompt of the task must end the prefill.
         sequences.append(front + prefill[-wanted:] + decoded[:queries])
     return sequences
 

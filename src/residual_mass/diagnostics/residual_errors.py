@@ -89,6 +89,7 @@ def run(spec: ResidualErrorsSpec, assets: Path, phi: Path | None, heads: Path, o
         frames.append(with_place(frame, spec.backbone, corpus, spec.length))
         lines += _lines(spec, backbone, maps, corpus, frame)
     of_heads = pd.concat(frames, ignore_index=True)[RESIDUAL_HEAD_COLUMNS]
+    # A budget is a key: 0.1 as float32 would not equal 0.1.
     doubles = of_heads.select_dtypes("float64").columns.drop("budget_percent")
     dtypes: dict[str, object] = dict.fromkeys(doubles, "float32")
     dtypes["method"] = pd.CategoricalDtype(list(spec.methods))
@@ -117,6 +118,7 @@ def _measured(
         for method in spec.methods:
             measured = _means(read.errors(method), method, layer)
             for name, value in facts.items():
+                # Facts of the scores are the same at every budget.
                 measured[name] = value.expand_as(measured["error"])
             constant = {"pack": pack, "layer": layer, "method": method, "state_bytes": read.state_bytes(method)}
             frames.append(tidy(measured, ("head",), budgets, **constant))
@@ -132,6 +134,7 @@ def _means(rows: Mapping[str, Tensor], method: str, layer: int) -> dict[str, Ten
         at_fault = f"; {MAPS_AT_FAULT}" if method_named(method).needs_maps else ""
         raise ValueError(f"layer {layer}: errors of {method} are not finite{at_fault}")
     defined = rows["log_z_error"].isfinite()
+    # `nanmean` would not skip the infinities of empty residuals.
     log_z_error = rows["log_z_error"].double().where(defined, torch.nan)
     means = {name: rows[name].double().mean(1) for name in MEAN_MEASURES}
     return means | {"log_z_error": log_z_error.nanmean(1), "log_z_rows": defined.sum(1)}
@@ -141,12 +144,14 @@ def _lines(
     spec: ResidualErrorsSpec, backbone: Backbone, maps: PhiMaps | None, corpus: str, frame: pd.DataFrame
 ) -> Iterator[ErrorRow]:
     """Yields the rows of the CSV for one corpus."""
+    # Packs have equally many rows, so a mean over packs of their means is the mean over rows.
     by_pack = frame.groupby([*METHOD_AND_BUDGET, "pack"])["error"].mean().unstack("pack")
     by_head = frame.groupby([*METHOD_AND_BUDGET, "layer", "head"])["error"].mean().unstack(["layer", "head"])
     packs = by_pack.shape[1]
     heads = by_head.shape[1]
     if packs == 1:
         log.warning("%s: one pack only, so no interval", corpus)
+    # All methods share the draws, which pairs their ratios by pack.
     drawn = drawn_packs(f"{corpus} {spec.length}", packs, spec.bootstrap_resamples, spec.seed)
     as_is = {}
     draws = {}
@@ -171,6 +176,7 @@ def _lines(
             if other in spec.methods and other != method:
                 is_below = by_head.loc[arm] < by_head.loc[(other, budget)]
                 line[name] = text(is_below.mean(), ERROR_DIGITS)
+        # Each defined query weighs the same; pandas' sum skips the NaN of heads without any.
         gaps = (rows["log_z_error"] * rows["log_z_rows"]).sum()
         log_z_error = float(ratio(gaps, rows["log_z_rows"].sum()))
         line["log_z_error"] = text(log_z_error, ERROR_DIGITS)
@@ -191,6 +197,7 @@ def _bytes(
     cache = full_bytes(step)
     read = step_bytes(rule, step)
     kept = kept_bytes(rule, step)
+    # `state` leaves out the features of all tokens, which a method that subtracts keeps.
     held = kept.cache + state + feature_bytes(rule, step, step.tokens)
     sizes = {"tokens_read": tokens_read, "scan_bytes": read.scan, "row_bytes": read.rows, "summary_bytes": read.summary}
     of_cache = {"step_share": read.total, "state_share": state, "kept_share": kept.total, "held_share": held}
@@ -202,6 +209,6 @@ def _bytes(
 def _with_interval(name: str, as_is: np.ndarray, drawn: np.ndarray) -> ErrorRow:
     """Returns the columns of a number, without its interval if that has no width, as for a single pack."""
     found = estimate(as_is, drawn)
-    if not found.low < found.high:
+    if not found.low < found.high:  # also true for NaN
         found = BootstrapEstimate(found.value, np.nan, np.nan)
     return found.columns(name, ERROR_DIGITS)

@@ -145,6 +145,7 @@ class Sample:
     def over_quartiles(self, values: np.ndarray) -> np.ndarray:
         """Returns the means over the heads drawn within each quartile: [B, H] -> [B, 4]."""
         drawn = self.stratified * values
+        # A stratified draw has as many heads of a quartile as there are in it.
         means = [drawn[:, group].sum(axis=1) / len(group) for group in self.quartiles]
         return np.stack(means, axis=1)
 
@@ -154,6 +155,7 @@ class Sample:
 
     def log_z_error(self, budget: float | None = None) -> np.ndarray:
         """Returns the mean log-Z error over the rows where it is defined: [B], NaN without any."""
+        # Undefined errors are 0 in the first mean; the second is the share of defined ones.
         return ratio(self.mean("log_z_error", budget), self.mean("log_z_defined", budget))
 
     def mean_where(self, values: np.ndarray, chosen: np.ndarray) -> np.ndarray:
@@ -164,7 +166,7 @@ class Sample:
         """Returns the rank correlation of two columns over the heads drawn among all: [B], 0 if either is constant."""
         x = self._centred_ranks(first)
         y = self._centred_ranks(second)
-        covariance = (x * y).sum(axis=1)
+        covariance = (x * y).sum(axis=1)  # Spearman's correlation is Pearson's of the ranks
         variances = (x * x).sum(axis=1) * (y * y).sum(axis=1)
         spread = np.sqrt(variances)
         correlation = np.zeros_like(spread)
@@ -174,6 +176,7 @@ class Sample:
         """Returns the ranks of a column in each draw, less their mean: [B, H], a head as often as it was drawn."""
         values = np.broadcast_to(self.by_head(name), self.heads.shape)
         repeats = self.heads.astype(int).ravel()
+        # Every draw has H heads, so the repeated values fill [B, H] row by row.
         drawn = np.repeat(values.ravel(), repeats).reshape(self.heads.shape)
         ranks = pd.DataFrame(drawn).rank(axis=1).to_numpy()
         return ranks - ranks.mean(axis=1, keepdims=True)
@@ -229,7 +232,7 @@ def over_packs(drawn: np.ndarray, cells: np.ndarray) -> np.ndarray:
     """Returns the mean over the drawn packs: counts [B, P], cells [H, P] -> [B, H]."""
     # Not a matrix product: its rounding separates equal heads, which changes ranks.
     of_packs = (drawn[:, [pack]] * cells[:, pack] for pack in range(cells.shape[1]))
-    return sum(of_packs) / drawn[0].sum()
+    return sum(of_packs) / drawn[0].sum()  # all draws have the same number of packs
 
 
 def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "largest"] = "least") -> BootstrapEstimate:
@@ -250,7 +253,7 @@ def estimate(as_is: np.ndarray, drawn: np.ndarray, extreme: Literal["least", "la
     values = drawn.reshape(len(drawn), -1)
     never_defined = np.isnan(values).all(axis=0)
     values = values[:, ~never_defined]
-    least = float(np.fmin.reduce(numbers))
+    least = float(np.fmin.reduce(numbers))  # `fmin` skips NaN
     if not values.size:
         return BootstrapEstimate(least, np.nan, np.nan)
     tail = (1 - LEVEL) / 2
@@ -268,4 +271,5 @@ def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 
 def _generator(seed: int, name: str) -> np.random.Generator:
     """Returns the generator of one kind of draws; other seeds and names have independent ones."""
+    # Not `hash`, which gives another number in every process.
     return np.random.default_rng(list(f"{seed} {name}".encode()))

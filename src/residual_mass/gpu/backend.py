@@ -134,6 +134,7 @@ class TritonBackend(CacheBackend):
     def read(self, call: LayerCall) -> Tensor:
         keys, values = self.stored(call)
         self._begin(keys, call.mask)
+        # Summaries are of an earlier prefix; the next step makes them anew.
         self._caches.pop(call.index, None)
         return exact_attention(call.module, call.query, keys, values, call.mask, call.scale)
 
@@ -200,9 +201,10 @@ class TritonBackend(CacheBackend):
             logits = self._advance(call, ids, positions)
         self._filled += 1
         self._shown = False
-        return logits.clone()
+        return logits.clone()  # the next replay overwrites them
 
     def _advance(self, call: Callable[[Tensor, Tensor], Tensor], ids: Tensor, positions: Tensor) -> Tensor:
+        # With the token of this step, whose key is written before its attention is computed.
         self._generated.copy_(self._column - (self._length - 1))
         logits = call(ids, positions)
         self._column += 1
@@ -213,6 +215,7 @@ class TritonBackend(CacheBackend):
         if not self.graphs:
             self._inputs = (ids.clone(), positions.clone())
             self._pool = torch.cuda.graph_pool_handle()
+        # Triton compiles, and libraries set themselves up, before the capture, which allows neither.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -242,6 +245,7 @@ class TritonBackend(CacheBackend):
             counts.append(retrieved_by(self.arm, length - first, self.anchors, None))
         most = max(counts)
         self._k = most
+        # Rows with padding have shorter prompts, of which K is a share.
         if min(counts) < most:
             group = text_config(self.model).num_attention_heads // keys.shape[1]
             by_row = torch.tensor(counts, dtype=torch.int32, device=keys.device)
@@ -258,7 +262,7 @@ class TritonBackend(CacheBackend):
                 keys, values = layer.buffers
                 self._caches[index] = self._caches[index]._replace(keys=keys, values=values)
         self._shown = False
-        self.graphs.clear()
+        self.graphs.clear()  # they read and write the old buffers
 
     def _prepare(self, index: int) -> None:
         """Arranges a layer's buffers for the kernels, with the method's summaries of the prompt."""
@@ -301,6 +305,7 @@ def shape_refusal(shape: HeadShape, rule: Method, phi: PhiMaps | None) -> str | 
     if phi is not None:
         widths.append(phi.map.d_phi)
     if isinstance(rule.selector, QuantisedScan):
+        # A byte holds two channels, so a scan multiplies the two halves of the channels separately.
         widths += [shape.head_dim // 2, rule.selector.block]
         if shape.group > MOST_HEADS:
             return f"the Triton kernels scan for at most {MOST_HEADS} query heads of a KV head"

@@ -116,6 +116,7 @@ def with_summary(cache: DecodeCache, log_features: Tensor, sink: int, tail: int)
     features, log_shift = key_features(log_features.float(), mid.unsqueeze(1))
     rounded = features.to(cache.keys.dtype).contiguous()  # a map's output may be transposed; a step reads rows
     values = _only(mid.unsqueeze(1), cache.values)
+    # Sums of the features as rounded, because those of retrieved tokens are subtracted as rounded.
     state = summarise(rounded.float(), log_shift, values)
     mass = state.mass.unsqueeze(-1)
     summary = torch.cat((state.numerator, mass), dim=-1).contiguous()
@@ -157,8 +158,9 @@ def one_part(moments: MomentState) -> OnePart | None:
         return None
     sigma = moments.key_covariance.squeeze(-3)
     cross = moments.value_key_covariance.squeeze(-3)
-    factors = torch.cat((sigma, cross, moments.mean_key), dim=-2)
+    factors = torch.cat((sigma, cross, moments.mean_key), dim=-2)  # [B, Hkv, 2 D + 1, D]
     linear = factors.transpose(-1, -2).contiguous()  # a query is multiplied by columns
+    # The half is that of Phi(a) = e^(-a^2 / 2) erfcx(-a / sqrt(2)) / 2.
     log_half_count = (0.5 * moments.count).log().unsqueeze(-1)
     return OnePart(linear, moments.mean_value, log_half_count)
 

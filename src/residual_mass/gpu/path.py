@@ -82,7 +82,7 @@ def decode_attention(
     if log_query is not None:
         batch, heads, _ = query.shape
         m = log_query.shape[-1]
-        log_query = log_query.contiguous().view(-1, batch, heads, m)
+        log_query = log_query.contiguous().view(-1, batch, heads, m)  # [C, B, Hq, M], with one term where it is whole
     rows = k if isinstance(k, MethodRows) else None
     most = k if rows is None else rows.most
     region = Region(min(most, cache.length), sink, tail)
@@ -124,7 +124,7 @@ def terms_over_prefix(
     assert cache.keys.shape[2] == cache.length
     if log_query is not None:
         log_query = log_query.flatten(1, 2).contiguous().unsqueeze(0)
-    query = queries.flatten(1, 2)
+    query = queries.flatten(1, 2)  # [B, Hkv R, D]
     region = Region(min(rows.most, cache.length), sink, tail)
     launches = Launches(query, cache, region, scale, None, log_query, log_query is not None, rows)
     terms = launches.attend(moments, empty_terms(query))
@@ -194,6 +194,7 @@ class Launches:
         subtracts: bool = False,
         rows: MethodRows | None = None,
     ) -> None:
+        # These two are small enough to be copied in every step.
         cache = cache._replace(first=cache.first.contiguous(), last=cache.last.contiguous())
         moments = cache.moments or ()
         scan = cache.scan or ()
@@ -231,7 +232,7 @@ class Launches:
             "D": self.d,
             "M": m,
             "TERMS": terms,
-            "MAX_TERMS": triton.next_power_of_2(terms),
+            "MAX_TERMS": triton.next_power_of_2(terms),  # tl.arange has powers of two alone
             "SUBTRACTS": subtracts and log_query is not None,
         }
         """Arguments of kernels that use feature maps."""
@@ -242,6 +243,7 @@ class Launches:
         """
         scores, maxima = self.score() if self.cache.scan is None else self.scan()
         selection = self.select(scores, maxima)
+        # Several states belong to different query rows, so their shares take the same places.
         programs = max((programs_of(state) for state, _ in moments), default=0)
         shares = self.gather(scores, selection, programs)
         for state, members in moments:
@@ -337,9 +339,11 @@ class Launches:
         """Sums the exact support of every query head, with room for the shares of `programs` programs of moments."""
         cache = self.cache
         columns = cache.keys.shape[2]
+        # All room counts, filled or not: a recorded grid cannot follow the number on the device.
         generated_columns = columns - cache.length
         support = self.region.k + self.region.sink + self.region.tail + generated_columns
         pieces = max(triton.cdiv(support, SLOTS), 1)
+        # The fewest rounds, then the fewest shares with so many rounds: no share is left without pieces.
         rounds = triton.cdiv(pieces, MOST_SPLITS)
         splits = triton.cdiv(pieces, rounds)
         heads = self.batch * self.heads

@@ -52,7 +52,7 @@ def shapes_of(sizes: Mapping[str, int]) -> Shapes:
     if bits < 16:
         shapes["scales"] = ((*heads, blocks, 2, width), torch.bfloat16)
     if bits == 4:
-        row_bytes = 3 * width // 2 + 2
+        row_bytes = 3 * width // 2 + 2  # the low plane, a value of 8 bits a channel, and its scale
         shapes["rows"] = ((*heads, blocks, BLOCK, row_bytes), torch.uint8)
         shapes["slope"] = ((*heads, width, width), torch.bfloat16)
         shapes["deviations"] = ((*heads, width), torch.float32)
@@ -116,6 +116,7 @@ def require_places(buffers: Mapping[str, Tensor], sizes: Mapping[str, int]) -> N
     right["used"] = (used >= 0) & (used <= sizes["segments"])
     right["bounds"] = (first >= 0) & (first <= last) & (last <= end_of_row)
     if sizes["bits"] == 4:
+        # Every token in the blocks is in exactly one cluster.
         of_clusters = (last - first).sum(-1)
         right["sum of bounds"] = of_clusters == in_blocks[:, None]
     for name, each in right.items():

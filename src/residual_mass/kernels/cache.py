@@ -139,6 +139,7 @@ class LayerCache:
         middle = int(self.slots[row])
         inner = slice(self.sink, self.sink + middle)
         for i, x in enumerate((keys, values)):
+            # Without a middle the slice is empty, and both ends together are the whole prompt.
             ends = torch.cat((x[:, : inner.start], x[:, inner.stop :]), 1)
             self.recent[row, :, : ends.shape[1], i] = ends
         if middle:
@@ -162,6 +163,7 @@ class LayerCache:
     @property
     def _in_blocks(self) -> Tensor:
         """[B], tokens of the rows in blocks."""
+        # `slots` counts the places of the gap, which hold no token.
         return self.slots - self.gap.diff().squeeze(1)
 
     @property
@@ -236,6 +238,7 @@ class LayerCache:
         Raises:
             ValueError: `count` is larger than the number of float32 tokens after the sinks.
         """
+        # Without blocks behind them, the first tokens are like the others and can go, too.
         sinks = self.sink * (self.slots > 0)
         most = int((self.recents - sinks).min())
         if count > most:
@@ -284,6 +287,7 @@ class LayerCache:
         """Adds the tokens of a further turn, any number, and computes their full attention. Those that join the blocks
         are clustered together at the end.
         """
+        # New blocks shift these tokens; the clusters at the end need them as they were.
         before = self.recent.clone()
         recents_before = self.recents.tolist()
         slots_before = self.slots.tolist()
@@ -291,6 +295,7 @@ class LayerCache:
         at_once = reads_at_once(self.library, self.bits, query)
         if at_once:
             new = in_one_dtype(query, key, value)
+            # Before any token is added: the kernel reads those of the cache and those of the call.
             held = self._addresses()
             output = prompt_attention(self.library, *new, scale, held=held, threads=threads, log_mass=log_mass)
             outputs.append(output.to(query.dtype))
@@ -347,6 +352,7 @@ class LayerCache:
         tensors = tensors_of(*in_one_dtype(query, key, value), log_mass)
         threads = torch.get_num_threads() if threads is None else threads
         factor = scale * LOG2_E  # the kernels compute powers of 2
+        # Without room the kernel does nothing and returns 0, so the same call can be repeated.
         while not self.library.attend(self._addresses(), full, self.residual, threads, factor, *tensors):
             self.reserve(query.shape[2])
         return tensors[3].to(query.dtype)
@@ -370,7 +376,7 @@ class LayerCache:
             if old is None or old.shape != shape:
                 new = torch.zeros(shape, dtype=dtype, device="cpu")
                 if old is not None:
-                    new[:, :, : old.shape[2]] = old
+                    new[:, :, : old.shape[2]] = old  # all that grows is on the third axis
                 setattr(self, name, new)
         self._buffers = None
 
@@ -397,6 +403,7 @@ class LayerCache:
             self.slots[row] = place + BLOCK
             oldest = self.recent[row, :, self.sink : self.sink + BLOCK]
             self._write(row, place, oldest[:, :, 0], oldest[:, :, 1], clustered)
+            # A copy, as source and target overlap.
             later = self.recent[row, :, self.sink + BLOCK :].clone()
             self.recent[row, :, self.sink : -BLOCK] = later
             self.recents[row] -= BLOCK
@@ -410,6 +417,7 @@ class LayerCache:
             values = values.float()
         more = _blocks_of(place + keys.shape[1]) - self.blocks
         if more > 0:
+            # By an eighth at least, so that copies cost a constant per token on average.
             self.blocks += max(more, 4, self.blocks // 8)
             self._resize()
         order = None
@@ -429,9 +437,11 @@ class LayerCache:
             self.segments = last + max(4, self.segments // 8)
             self._resize()
         order, bounds, means, covariance, variance = clusters_of(self.library, keys, values, parts)
+        # The kernel counts from the first of these tokens, a step from the first place of the row.
         self.bounds[row, :, first:last] = bounds + place
         self.mean_values[row, :, first:last] = means
         self.used[row] = last
+        # Variances within clusters average by shares of tokens; deviations do not.
         earlier = self.deviations[row].square()
         self.deviations[row] = torch.lerp(earlier, variance, share).sqrt()
         self._add_covariance(row, covariance, share)

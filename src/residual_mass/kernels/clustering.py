@@ -32,6 +32,7 @@ def clusters_of(
     covariance = new(heads, width, width)
     variance = new(heads, width)
     padded_parts = -(-parts // 64) * 64
+    # By head, 2 D + 1 numbers for every part and one for every token, as the kernels ask.
     scratch = new(heads, padded_parts * (2 * width + 1) + count)
     threads = torch.get_num_threads()
     source, narrow = source_of(keys, values)

@@ -138,6 +138,7 @@ class Library:
         """Returns what the kernels take of a weight [N, K], in the order of `Weights` in products.hpp."""
         words, scales, exponents, rows, group, middle = weights
         addresses = words.data_ptr(), scales.data_ptr(), exponents.data_ptr()
+        # The last is 1 where there are minimums.
         return *addresses, rows, columns, words.shape[2], group, middle, scales.shape[2] - 1
 
     @property
@@ -179,6 +180,7 @@ def _passed(argument: int | Tensor | Views | None) -> object:
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, Views):
         return argument
+    # ctypes passes a bare integer in 32 bits.
     return ctypes.c_void_p() if argument is None else ctypes.c_int64(argument)
 
 
@@ -207,6 +209,7 @@ def load() -> Library | None:
         return None
     if wanted and TARGETS.index(wanted) > best:
         raise ValueError(f"{SWITCH} is {wanted}, but this CPU has no instructions beyond {TARGETS[best]}")
+    # From the best down, past those that were not built.
     for target in [wanted] if wanted else TARGETS[best:0:-1]:
         with contextlib.suppress(OSError):
             return Library(target)

@@ -36,6 +36,7 @@ def marked(layer: LayerCache) -> LayerMark:
 def at_mark(layer: LayerCache, mark: LayerMark) -> LayerCache:
     """Returns a copy of a layer as it was at a mark of its own, or of one that it goes on from."""
     buffers, sizes = layer.state()
+    # Buffers that grow have their sizes of now.
     sizes = mark.sizes | {"blocks": sizes["blocks"], "segments": sizes["segments"]}
     held = {name: buffer for name, buffer in buffers.items() if name in GROWING}
     # Clusters of later tokens are not those of the text then, and have bounds beyond it.

@@ -34,7 +34,7 @@ def packed(codes: Tensor, bits: int, scales: Tensor, exponents: Tensor) -> tuple
     more = -len(codes) % LANES
     padded = F.pad(scales, (0, 0, 0, 0, 0, more))
     blocks = padded.view(torch.int16).unflatten(0, (-1, LANES))  # [B, 16, G, 1 or 2]
-    by_lane = blocks.permute(0, 2, 3, 1).contiguous()
+    by_lane = blocks.permute(0, 2, 3, 1).contiguous()  # [B, G, 1 or 2, 16]
     return words_of(codes, bits), by_lane, F.pad(exponents, (0, more))
 
 
@@ -94,6 +94,7 @@ def _emptied(words: Tensor, order: tuple[int, ...]) -> Tensor:
     width = 32 // len(order)
     places = [order.index(column) * width for column in range(len(order))]
     codes = words[..., None] >> torch.tensor(places, dtype=torch.int32)
+    # The shift of signed words copies their sign bit, which the mask removes.
     return (codes & (1 << width) - 1).flatten(-2)
 
 
@@ -102,8 +103,9 @@ def rows_of(weights: Weights, rows: Tensor, columns: int, dtype: torch.dtype) ->
     block = rows // LANES
     lane = rows % LANES
     bits = weights.words.shape[2]
+    # Two index tensors with slices between them put their axes first: [.., C, bits].
     codes = codes_of(weights.words[block, :, :, lane], bits)
-    steps = (codes - weights.middle)[..., :columns]
+    steps = (codes - weights.middle)[..., :columns]  # spans reach beyond the last column
     halves = weights.scales[block, :, :, lane].view(torch.float16)  # [.., G, 1 or 2]
     exponents = weights.exponents[rows][..., None, None]
     scales = torch.ldexp(halves.to(torch.promote_types(dtype, torch.float32)), exponents)
@@ -137,6 +139,7 @@ def multiply(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, rows: 
     *shape, columns = x.shape
     if not kernels_serve(x):
         return F.linear(x, dequantised(weights, columns, x.dtype))
+    # Kernels read float32 and bfloat16, so float16 goes through float32.
     wide = x if x.dtype == torch.bfloat16 else x.float()
     flat = wide.reshape(math.prod(shape), columns).contiguous()
     output = flat.new_empty(len(flat), rows)

@@ -81,7 +81,7 @@ def arm_means(table: pd.DataFrame) -> pd.DataFrame:
         read=("read", "mean"),
         high=("high", "max"),
         over_topk=("kl_over_topk", "max"),
-        seconds=("seconds", "first"),
+        seconds=("seconds", "first"),  # of an arm over all texts, so the same in all its rows
         cache_mib=("cache_mib", "first"),
         backend=("backend", "first"),
     )
@@ -107,6 +107,7 @@ def recommended(table: pd.DataFrame, target: float, faster: float = FASTER) -> p
     served = served[served["backend"] != TORCH]
     if served.empty:
         return None
+    # A longer step is slower: the fastest takes less than the share `faster` of its time.
     longest = served["seconds"].min() / faster
     equal = served[served["seconds"] <= longest]
     return equal.sort_values("kl", kind="stable").iloc[0]

@@ -186,6 +186,7 @@ def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, re
         sizes = f"{total:,} tokens, and one document is {wanted:,} (--length and --tokens)"
         raise ValueError(f"text {name}: {sizes}; give more text or a shorter --length")
     owners: set[int] = set()
+    # Owners have the shape of tokens, so the same windows tell the texts of each document.
     for of_document in windows(runs.owners, wanted, request.documents):
         owners.update(of_document)
     sources = min(len(owners), len(parts))

@@ -84,6 +84,7 @@ class Times:
     @property
     def faster(self) -> float:
         """Share of another's time from which on a step counts as faster here."""
+        # With scatter s, equal steps can differ by the factor 1 + s.
         return min(FASTER, 1 / (1 + self.scatter))
 
 
@@ -111,12 +112,13 @@ class Run:
         """
         held = 0 if self.cache is None else self.cache.get_seq_length()
         generated = max(0, held + 1 - self.ids.shape[1])
-        ids = torch.nn.functional.pad(self.ids, (0, generated), value=1)
+        ids = torch.nn.functional.pad(self.ids, (0, generated), value=1)  # any token: no time depends on it
         clock = StepClock()
         loop: dict[str, Any] = {"streamer": clock}
         if self.side.backend != TRANSFORMERS:
             decoding = Decoding(self.side.arm, ANCHORS, self.side.phi, self.side.compile)
             loop = {"custom_generate": decoding.with_streamer(clock)}
+        # Two more tokens: StepClock leaves out the first, and the step that prepares the method.
         self.model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, do_sample=False,
             min_new_tokens=steps + 2, max_new_tokens=steps + 2, **loop,
@@ -177,6 +179,7 @@ def times_of(model: PreTrainedModel, loaded: PreTrainedModel | None, served: Ser
 def turns_of(runs: Mapping[Any, Run], rounds: int, most: int) -> dict[Any, list[Turn]]:
     """Lets runs take turns: `rounds` of them, and up to `most` while times scatter."""
     sides = {name: run.take_turn for name, run in runs.items()}
+    # The largest scatter with which `Times.faster` is still FASTER.
     return take_turns(sides, rounds, most, scatter=1 / FASTER - 1)
 
 
@@ -234,6 +237,7 @@ def random_keys(model: PreTrainedModel, length: int) -> Prefill:
     size = (2, 1, shape.kv_heads, length, shape.head_dim)
     layers = {}
     for index in range(shape.layers):
+        # By layer, so that only one of them is in float32 at a time.
         drawn = torch.randn(size, generator=draw)
         keys, values = drawn.to(device_of(model), model.dtype).unbind()
         layers[index] = keys, values

@@ -64,6 +64,7 @@ def codes_of_blocks(rows: Tensor, kind: str) -> Codes:
     codes = codes.flatten(1, -2)  # [N, G, g]
     numbers = [scale] if minimum is None else [scale, minimum]
     numbers = torch.stack([each.flatten(1) for each in numbers], -1)  # [N, G, 1 or 2]
+    # One scale for the whole block, in half precision in the file: nothing is rounded.
     if form.columns == group:
         halves = numbers.half()
         exponents = torch.zeros(len(rows), dtype=torch.int32)
@@ -75,9 +76,11 @@ def codes_of_blocks(rows: Tensor, kind: str) -> Codes:
     halves = halves_of(numbers, exponents)
     off = numbers - whole_of(halves, exponents)
     if minimum is not None:
+        # m + (s - s') mean(c), with s' the rounded scale, keeps the mean of c s + m.
         minimums = numbers[..., 1] + off[..., 0] * total / group
         halves[..., 1] = halves_of(minimums, exponents)
         off = numbers - whole_of(halves, exponents)
+    # Weights are linear in scale and minimum, so their errors have the same form as themselves.
     error = (_square(off, total, squares, group) / _square(numbers, total, squares, group)).sqrt()
     error = float(error.nan_to_num())  # 0 for weights that are all 0
     return Codes(codes.flatten(1), halves, exponents, form.bits, group, form.middle, kept=True, error=error)
@@ -150,6 +153,7 @@ def _with_minimums(blocks: Tensor, codes: Tensor) -> Grids:
     """Returns codes [N, B, 8, 32] of Q4_K or Q5_K with their scales and minimums."""
     whole, lowest = _half(blocks, 0, 2)
     scales, minimums = _scales_of_6_bits(blocks[..., 4:16])
+    # The file's minimums are subtracted.
     return Grids(codes, whole[..., None] * scales, -lowest[..., None] * minimums)
 
 
@@ -174,6 +178,7 @@ def _q5_k(blocks: Tensor) -> Grids:
 def _q6_k(blocks: Tensor) -> Grids:
     low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # of each half, four times 32
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    # A byte has the two highest bits of codes at the same place of four runs of 32.
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
     (whole,) = _half(blocks, 208)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()

@@ -41,7 +41,7 @@ class Reader(GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
         count = int(self._get(orig_offs + 4, np.uint64)[0])
-        begin = orig_offs + 12
+        begin = orig_offs + 12  # after the kind, 4 bytes, and the count, 8
         scalar = self.gguf_scalar_to_np.get(kind)
         if kind == GGUFValueType.STRING:
             parts, end = self._strings(begin, count)
@@ -58,7 +58,7 @@ class Reader(GGUFReader):
         data = memoryview(self.data)
         strings = []
         for _ in range(count):
-            first = begin + 8
+            first = begin + 8  # a string's length has 8 bytes
             begin = first + int.from_bytes(data[begin:first], "little")
             self._require(begin <= len(data))
             strings.append(data[first:begin])
@@ -148,10 +148,12 @@ def put(
     """Puts a packed layer in the place of one without weights; an embedding reads the rows of the head to which it is
     tied.
     """
+    # GGUF lists the axis of adjacent elements first.
     shape = tensor.shape.tolist()[::-1]
     wanted = list(module.weight.shape)
     if shape != wanted:
         raise ValueError(f"{name}.weight is {shape} in its tensors, {wanted} by its header")
+    # A copy: the file is mapped into memory and read only.
     blocks = torch.from_numpy(np.array(tensor.data))
     codes = codes_of_blocks(blocks[order], tensor.tensor_type.name)
     head = model.get_output_embeddings()

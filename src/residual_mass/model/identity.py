@@ -255,5 +255,6 @@ def sha256_of_tensor(tensor: Tensor) -> str:
         names, facts = tensor.__tensor_flatten__()
         parts = [sha256_of_tensor(getattr(tensor, name)) for name in names]
         return sha256_text("\n".join((*names, repr(facts), *parts)))
+    # As bytes, because numpy has no bfloat16.
     numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(numbers.numpy()).hexdigest()

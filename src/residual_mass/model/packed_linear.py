@@ -41,6 +41,7 @@ class PackedLinear(nn.Module):
         self.middle = codes.middle
         self.kept = codes.kept
         self.error = codes.error
+        # Without the codes that fill up the last group: words are filled up to spans of their own.
         weights = products.packed(codes.codes[:, :columns], codes.bits, codes.scales, codes.exponents)
         for name, buffer in zip(("words", "scales", "exponents"), weights, strict=True):
             self.register_buffer(name, buffer)

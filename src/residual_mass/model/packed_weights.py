@@ -80,6 +80,7 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
     layers = []
     for names in places:
         layer = model.get_submodule(names[0])
+        # Conv1D, of GPT-2, keeps the transpose [K, N].
         weight = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
         if layer is head:
             untie(model)
@@ -93,6 +94,7 @@ def pack_weights(model: PreTrainedModel, bits: int = 4, group: int = 32, mixed: 
             model.set_submodule(name, new.eval())
         if layer is head and shared:
             model.set_input_embeddings(PackedEmbedding(new, embedding.padding_idx, weight.dtype).eval())
+    # Counted before `settle_rest`, which changes the size of what is not packed.
     left = (module for module in model.modules() if not isinstance(module, PackedLinear))
     share = 1 - bytes_of(left) / before
     settle_rest(model, copy=share >= 0.5)
@@ -128,6 +130,7 @@ def codes_of(weight: Tensor, bits: int, group: int, mixed: bool) -> Codes:
     codes = codes_of_4_bits(weight, group)
     if codes.kept or not mixed or not lies_on_grids(weight):
         return codes
+    # A scale of GGUF covers at most 32 weights, so larger groups can span several grids.
     if group > GROUPS[0]:
         codes = codes_of_4_bits(weight, GROUPS[0])
     return codes if codes.kept else codes_of_8_bits(weight, GROUPS[0])
@@ -202,6 +205,7 @@ def settle_rest(model: PreTrainedModel, copy: bool) -> None:
         dtype = parameter.dtype
         if fast and dtype in (torch.float32, torch.float16) and not wide.intersection(name.split(".")):
             dtype = torch.bfloat16
+        # In place of its numbers alone, so that modules that share the parameter still do.
         parameter.data = parameter.data.to(dtype, copy=copy)
 
 
@@ -250,6 +254,7 @@ def refusals(model: PreTrainedModel) -> Iterator[str]:
 
 def tensor_refusals(name: str, tensor: Tensor) -> Iterator[str]:
     """Yields why the weights of one tensor cannot be packed."""
+    # Parameter is a class itself; `data` shows the subclasses that quantisers keep weights in.
     if type(tensor.data) is not Tensor:
         yield f"has weights of another kind ({name} is a {type(tensor.data).__name__}): load it whole, not quantised"
     if tensor.device.type == "meta":

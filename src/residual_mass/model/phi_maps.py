@@ -111,6 +111,7 @@ class PhiMaps(nn.Module):
     def folded(self) -> list[tuple[FoldedMap | nn.Module, FoldedMap | nn.Module]]:
         """Returns (phi_q, phi_k) of every layer with consecutive linear layers multiplied out, for decoding."""
         layers = []
+        # Autocast would multiply the weights out in half precision.
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
             for query, key in zip(self.query, self.key, strict=True):
                 layers.append((query.fold(), key.fold()))
@@ -162,6 +163,7 @@ class PhiMaps(nn.Module):
             raise ValueError(f"{path}: tensors do not fit the head shape in the header; {remedy}")
         if not_finite := [name for name, t in tensors.items() if not t.isfinite().all()]:
             raise ValueError(f"{path}: {not_finite[0]} holds values that are not finite; {remedy}")
+        # Parameters on the meta device have no memory to copy into.
         maps.load_state_dict(tensors, assign=True)
         maps.sha256 = sha256_of(path)
         return maps.to(device).requires_grad_(False)

@@ -72,6 +72,7 @@ class Frequencies(NamedTuple):
         """
         if not self.change:
             return  # without a look at the device
+        # Rows that begin with this call have no earlier frequencies to keep.
         before = [position for position in positions[:, 0].tolist() if position > 0]
         after = positions[:, -1] + 1
         self.require([*before, *after.tolist()])
@@ -152,12 +153,14 @@ def frequencies_of_each_call(rotations: Iterable[nn.Module]) -> Iterator[None]:
 def _rotated_afresh(rotary: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Returns the rotations of a call by a rotary embedding that has seen no other text."""
     fresh = copy.copy(rotary)
+    # copy.copy shares this dict, into which the forward pass registers other frequencies.
     fresh._buffers = dict(rotary._buffers)
     for name in rotary._buffers:
         original = getattr(rotary, name.replace("inv_freq", "original_inv_freq"), None)
         if original is not None:
             fresh._buffers[name] = original.clone()  # LongRoPE writes into it
     for name in vars(rotary):
+        # A longer text raises it; below it the frequencies of that text would be used again.
         if name.endswith("max_seq_len_cached"):
             setattr(fresh, name, rotary.original_max_seq_len)
     return type(rotary).forward(fresh, *args, **kwargs)

@@ -77,10 +77,13 @@ def codes_of_8_bits(weight: Tensor, group: int) -> Codes:
         scale = part.abs().amax(-1) / 127
         exponents = exponents_of(scale)
         scales = halves_of(scale, exponents)[..., None]
+        # Codes are for the scale as it is kept, so that its rounding adds no error of its own.
         step = whole_of(scales, exponents)
+        # Scales far below the largest of their row are subnormal: rounded down, they put weights beyond 127.
         codes.append((part / _divisor(step)).round_().clamp_(-127, 127) + 128)
         fits.append((scales, exponents))
     found = _joined(weight, parts, codes, fits, bits=8, middle=128, kept=False)
+    # Off by no more than the dtype's rounding: the weight was dequantised from such codes.
     exact = found.error <= torch.finfo(weight.dtype).eps
     return found._replace(kept=exact)
 
@@ -117,6 +120,7 @@ def fitted(groups: Tensor, codes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]
     mean = (groups * real).sum(-1) / count
     middle = (codes * real).sum(-1) / count
     centred = (codes - middle[..., None]) * real
+    # cov(code, weight) / var(code): with centred codes the mean of the weights drops out.
     slope = (centred * groups).sum(-1) / _divisor(centred.square().sum(-1))
     exponents = exponents_of(torch.maximum(slope.abs(), (mean - middle * slope).abs()))
     scale = halves_of(slope, exponents)
@@ -147,6 +151,7 @@ def _joined(
 def exponents_of(sizes: Tensor) -> Tensor:
     """Returns the exponents [N] int32 with which the largest of sizes [N, G] keeps `SPARE` bits above 1."""
     _, exponents = torch.frexp(sizes.amax(-1))  # 0 for 0
+    # frexp gives m 2^e with 1/2 <= m < 1, so the largest half is in [2^SPARE, 2^(SPARE + 1)).
     return (exponents - 1 - SPARE).clamp_(-126, 127)
 
 
@@ -190,7 +195,7 @@ def _multiples(numbers: Tensor, most: int, bounds: Tensor) -> Tensor:
     steps = numbers.abs().amax(-1, keepdim=True) / torch.arange(1, most + 1)  # [R, most]
     steps = steps[..., None]
     numbers = numbers[:, None]
-    off = numbers - (numbers / _divisor(steps)).round() * steps
+    off = numbers - (numbers / _divisor(steps)).round() * steps  # [R, most, g]
     return (off.abs() <= bounds[:, None]).all(-1).any(-1)
 
 
@@ -231,6 +236,7 @@ def codes_on_grids(groups: Tensor, precision: torch.finfo) -> Tensor | None:
     low, high = groups.aminmax(dim=-1)
     largest = torch.where(high > -low, high, low)
     trials = [(largest, largest / -MIDDLE), (low, (high - low) / (LEVELS - 1))]
+    # The largest step comes first: weights on a grid also lie on any finer one that contains it.
     trials += [(low, (high - low) / steps) for steps in range(1, LEVELS - 1)]
     codes = torch.empty_like(groups)
     left = torch.arange(len(groups))
@@ -253,6 +259,7 @@ def _on_grid(groups: Tensor, first: Tensor, step: Tensor, precision: torch.finfo
     # for what is computed here in float32.
     units = 2 * precision.eps + 4 * torch.finfo(torch.float32).eps
     largest = groups.abs().amax(-1).clamp_min(precision.tiny)
+    # Every weight lies within half a step of a level, so the bound has to stay below that to tell anything.
     bound = torch.minimum(units * largest, step.abs() / 4)
     bound = torch.where(step == 0, units * largest, bound)
     low, high = codes.aminmax(dim=-1)

@@ -155,6 +155,7 @@ def measure(
             read, seconds = _timed_prefill(model, length, spec.repeats, spec.seed, clock)
             for batch, method in itertools.product(spec.batches, served):
                 baseline: Tensor | None = None
+                # The prototype comes first, so that the others can be compared with its tokens.
                 for implementation in served[method]:
                     progress.set_postfix_str(f"{context}, batch {batch}, {implementation} {method}")
                     setting = Setting(model, phi, spec, implementation, method, context, batch, k, clock)
@@ -191,7 +192,7 @@ def _setting_columns(setting: Setting, bandwidth: float) -> dict[str, object]:
         length=length,
         k=setting.k,
         anchors=spec.anchors,
-        generated=RUN_STEPS // 2,
+        generated=RUN_STEPS // 2,  # as many as in the mean step of a run
     )
     total = sum(traffic.values())
     floor = total / bandwidth
@@ -306,6 +307,7 @@ def _times_of(setting: Setting, read: Prefill) -> DecodingTimes | str:
     if device_of(setting.model).type == "cpu":  # where the system kills a process that takes too much
         size = sum(keys.nbytes + values.nbytes for keys, values in read.layers.values())
         if setting.rule.needs_maps:
+            # M features of a token beside the 2 D numbers of its key and value.
             size *= 1 + setting.phi.map.d_phi / (2 * setting.phi.shape.head_dim)
         needed = CACHE_COPIES * setting.batch * size
         free = _free_memory()

@@ -95,7 +95,7 @@ def step_traffic(
         "features": features,
         "maps": maps,
         "state": formed * batch * of_prompt.summary,
-        "concatenation": 0 if fused else 4 * whole,
+        "concatenation": 0 if fused else 4 * whole,  # keys and values, each read and written
         "scores": scores,
     }
 

@@ -253,8 +253,10 @@ class Writer:
     def add(self, token: int) -> str:
         """Adds a token; returns the text that is certain by now."""
         self.ids.append(token)
+        # Decoded behind earlier tokens: alone, a token may lose the blank before its word.
         before = self._decoded(self._before, self._shown)
         now = self._decoded(self._before, len(self.ids))
+        # U+FFFD stands for bytes of a character that later tokens complete.
         if now.endswith("\ufffd") or len(now) <= len(before):
             return ""
         self._before = self._shown
@@ -288,6 +290,7 @@ class Writer:
 
 def overlap(text: str, stop: str) -> int:
     """Returns the length of the longest end of a text that is a beginning of a stop string."""
+    # `_certain` has looked for whole stop strings before.
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -70,6 +70,7 @@ class Access:
             return True
         if self.host in LOCAL_NAMES:
             return False
+        # A page can point a name of its own here, but its requests then have that name as Host and no address.
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -103,10 +104,12 @@ def build(service: Service, access: Access, closing: Callable[[], None]) -> Fast
     app.get("/health")(routes.health)
     app.add_exception_handler(Bad, refused)
     app.add_exception_handler(HTTPException, refused)
+    # The router raises Starlette's HTTPException, of which FastAPI's is a subclass.
     app.add_exception_handler(404, refused)
     app.add_exception_handler(405, refused)
     app.add_exception_handler(Exception, failed)
     app.add_middleware(Guard, access=access, served_by=service.served_by)
+    # Added last and so outermost: preflights carry no key, and pages must be able to read refusals.
     app.add_middleware(
         CORSMiddleware,
         allow_origins=list(access.origins),
@@ -165,6 +168,7 @@ class Guard:
             return error_of(f"web pages of {origin} may not ask: allow them with --cors", 403)
         key = self.access.api_key
         given = headers.get("authorization", "").removeprefix("Bearer ")
+        # compare_digest takes equally long wherever keys differ, so that none can be guessed by parts.
         if key is not None and path != "/health" and not hmac.compare_digest(given.encode(), key.encode()):
             return error_of("the API key is missing or wrong: send it as a Bearer token", 401)
         return None
@@ -250,8 +254,10 @@ class Routes:
         body = bytearray()
         async for part in request.stream():
             body += part
+            # Counted as it comes in: Content-Length may be missing or wrong.
             if len(body) > MOST_BYTES:
                 raise Bad(f"the body is longer than {MOST_BYTES:,} bytes", status=413)
+        # In a thread, because parsing a long body would hold up all other requests.
         asked = await to_thread.run_sync(read, kind, bytes(body))
         self.service.require_model(asked.model)
         return asked
@@ -321,6 +327,7 @@ async def connected(request: Request, results: AsyncGenerator[Any, None]) -> Any
     finally:
         watch.cancel()
         step.cancel()
+    # A generator cannot be closed while a step of it runs.
     await asyncio.wait((step,))
     await results.aclose()
     raise Bad("the client has left", status=499)

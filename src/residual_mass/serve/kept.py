@@ -61,6 +61,7 @@ class KeptText:
 
     def best(self, ids: Tensor) -> int:
         """Returns the tokens of the longest beginning of ids [L], without the last, that this text can go back to."""
+        # The last token is read in any case: its logits choose the first new one.
         common = min(common_length(self.ids, ids), len(ids) - 1)
         places = [place for place in (*self.marks, len(self.ids)) if place <= common]
         return max(places, default=0)
@@ -106,6 +107,7 @@ class Kept:
             if place > best:
                 best = place
                 found = digest
+        # A longer beginning may have left the memory.
         stored = self._from_folder(ids, best)
         if stored is not None:
             return stored
@@ -118,6 +120,7 @@ class Kept:
         """Keeps a text in place of those that it begins with; others leave until all fit."""
         if len(text.ids) == 0:
             return
+        # It would drive out all others, and then itself.
         if text.nbytes > self.limit:
             self._store(text)
             return
@@ -151,6 +154,7 @@ class Kept:
                 path.unlink(missing_ok=True)
                 continue
             if cache.get_seq_length() == length:
+                # `_bound_folder` takes the time of change for that of the last use.
                 path.touch()
                 text = KeptText(ids[:length].clone(), cache)
                 text.mark()
@@ -167,6 +171,7 @@ class Kept:
                 path.touch()
                 continue
             try:
+                # Keys and values reveal the texts, which other users must not read.
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 (text.cache if place == len(text.ids) else cache_at(text.cache, text.marks[place])).save(path)
             except (OSError, ValueError) as error:
@@ -181,6 +186,7 @@ class Kept:
                 states.append((file.stat().st_mtime, file.stat().st_size, file))
         total = 0
         for _, size, file in sorted(states, reverse=True):
+            # Removed files count, too, so that everything older than the first of them goes.
             total += size
             if total > self.folder_limit:
                 file.unlink(missing_ok=True)

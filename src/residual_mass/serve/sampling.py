@@ -47,6 +47,7 @@ class Sampling:
         settings = {name: getattr(request, name) for name in SAMPLES}
         asked = any(value is not None for value in settings.values())
         self.samples = settings["temperature"] != 0 if asked else bool(defaults.do_sample)
+        # Without do_sample, the others may be transformers' defaults, such as top_k = 50, that nobody chose.
         if defaults.do_sample:
             own = {name: getattr(defaults, name, None) for name in SAMPLES}
             settings = {name: own[name] if value is None else value for name, value in settings.items()}
@@ -64,7 +65,7 @@ class Sampling:
         if self.request.seed is None:
             generator.seed()
         else:
-            generator.manual_seed(self.request.seed + number)
+            generator.manual_seed(self.request.seed + number)  # the answers to one prompt differ
         return generator
 
     def choose(self, ids: Tensor, answer: Tensor, logits: Tensor, generator: torch.Generator) -> int:
@@ -75,10 +76,12 @@ class Sampling:
             answer: [n], its generated tokens.
             logits: [1, V] float32.
         """
+        # A copy: reported logarithms are those of the logits before any of this.
         scores = self.processors(ids, logits.clone())
         frequency = self.request.frequency_penalty or 0.0
         presence = self.request.presence_penalty or 0.0
         if len(answer) and (frequency or presence):
+            # OpenAI's rule for token j with count c_j > 0: logit_j -= c_j frequency + presence.
             tokens, counts = answer.unique(return_counts=True)
             scores[0, tokens] -= frequency * counts + presence
         if self.biases is not None:
@@ -88,6 +91,7 @@ class Sampling:
             self.grammar.mask(scores)
         if not self.samples:
             return int(scores.argmax(-1))
+        # With 0 as maximum, quotients by a low temperature overflow to -inf alone; softmax stays the same.
         scores = self.warpers(ids, scores - scores.max())
         return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
 
@@ -112,6 +116,7 @@ def biases_of(request: Sampled, vocabulary: int) -> tuple[Tensor, Tensor] | None
         return None
     tokens = []
     for name in request.logit_bias:
+        # The length comes before int(), which raises an error of its own for thousands of digits.
         if not name.isdecimal() or len(name) > LONGEST_ID or int(name) >= vocabulary:
             raise Bad(f"logit_bias: {name[:LONGEST_ID]!r} is no token id below {vocabulary}", "logit_bias")
         tokens.append(int(name))
@@ -149,6 +154,7 @@ class Grammars:
             import llguidance.hf
         except ImportError:
             raise Bad("response_format: the server lacks the package llguidance", "response_format") from None
+        # Made once for all grammars: it goes through the whole vocabulary.
         if self._tokens is None:
             try:
                 ends = sorted(self.ends) or None
@@ -160,6 +166,7 @@ class Grammars:
             matcher = llguidance.LLMatcher(self._tokens, written)
         except ValueError as error:
             raise Bad(f"response_format: {' '.join(str(error).split())}", "response_format") from None
+        # Some mistakes of a schema are kept in the matcher and not raised.
         if matcher.is_error():
             raise Bad(f"response_format: {' '.join(matcher.get_error().split())}", "response_format")
         return Grammar(matcher, self.vocabulary)

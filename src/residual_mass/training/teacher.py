@@ -117,6 +117,7 @@ def record_traces(
 
 def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float]) -> LayerTrace:
     """Adds the teacher's targets for the supports of these budgets (percent of the keys that each query sees)."""
+    # No query sees a later key.
     seen = int(trace.positions.max()) + 1
     scores_of_query = trace.queries.shape[0] * seen
     at_once = max(1, SCORES_AT_ONCE[trace.keys.device.type] // scores_of_query)
@@ -135,6 +136,7 @@ def with_targets(trace: LayerTrace, anchors: AnchorSpec, budgets: Sequence[float
         window = Window(positions, anchors.sink, anchors.tail)
         k = retrieved(positions, anchors, budgets)
         parts.append(exact_targets(scores, values, window, k))
+    # `trace`, not `widened`: in half precision recorded passes take half the memory.
     return replace(trace, targets=Targets.joined(parts))
 
 
@@ -143,7 +145,7 @@ def retrieved(positions: Tensor, anchors: AnchorSpec, budgets: Sequence[float]) 
     num_anchors = anchors.sink + anchors.tail
     counts = []
     for position in positions.tolist():
-        counts.append([retrieved_count(budget, position + 1, num_anchors) for budget in budgets])
+        counts.append([retrieved_count(budget, position + 1, num_anchors) for budget in budgets])  # a query sees itself
     k = torch.tensor(counts, dtype=torch.long, device=positions.device)
     return k.view(len(counts), len(budgets))  # also without budgets
 
@@ -187,6 +189,7 @@ class Passes(ABC):
         window = max(1, round(len(ids) * spec.query_window))
         window = min(len(ids), window)
         places = torch.randperm(window, generator=self.random("positions", index))
+        # From places in the window to positions in the text, whose last tokens are the window.
         positions = places[: spec.queries_per_step * spec.replay.reuse] + len(ids) - window
         return ids, positions.to(self.backbone.device)
 
@@ -203,9 +206,10 @@ class Passes(ABC):
 
     def seed(self, what: str, index: int) -> int:
         """Returns a 60-bit seed that is the same on every machine and in every process."""
+        # A number for each sequence over all steps and slots: no two share random numbers.
         global_index = index * self.spec.sequences_per_step + self.slot
         digest = sha256_text(f"{self.spec.seed}/{what}/{global_index}")
-        return int(digest[:15], 16)
+        return int(digest[:15], 16)  # a hex digit has 4 bits, and a generator takes at most 64
 
 
 class FreshPasses(Passes):
@@ -219,6 +223,7 @@ class FreshPasses(Passes):
         def timed(layer: int, trace: LayerTrace) -> None:
             nonlocal seconds
             prepared = self.prepared(trace)
+            # Forward pass and targets are shared by all variants and not timed.
             started = time.perf_counter()
             consume(layer, prepared)
             seconds += time.perf_counter() - started
@@ -250,9 +255,11 @@ class ReplayedPasses(Passes):
         return self._sampled_pass(0)
 
     def _sampled_pass(self, step: int) -> list[LayerTrace]:
+        # A new pass enters every `reuse` steps, and the oldest of `pool` leaves.
         newest = step // self.spec.replay.reuse
         oldest = max(0, newest - self.spec.replay.pool + 1)
         kept = range(oldest, newest + 1)
+        # After a resume this records the whole pool again: a pass follows from its index alone.
         self.pool = {index: self.pool.get(index) or self.recorded(index) for index in kept}
         generator = random.Random(self.seed("pass", step))
         return self.pool[generator.choice(kept)]
@@ -279,6 +286,6 @@ def parallel_layers(count: int, work: Callable[[int], None], device: torch.devic
         return
     try:
         with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            list(pool.map(work, range(count)))
+            list(pool.map(work, range(count)))  # `map` raises errors only when its results are read
     finally:
         torch.set_num_threads(cores)  # a thread's setting partly applies to the whole process

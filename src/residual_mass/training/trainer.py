@@ -70,6 +70,7 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
     record = Record("train", spec, [assets / MANIFEST])
     if len(out) != len(spec.variants):
         raise ValueError(f"--out has {len(out)} files, but spec.variants has {len(spec.variants)}; give one for each")
+    # The leader alone locks: others of its group would find the lock taken.
     with processes() as group, locked(checkpoint) if group.leads else nullcontext():
         length = tokens_of(spec.length)
         count = spec.sequences_per_step
@@ -77,6 +78,7 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
             raise ValueError(f"phi.sequences_per_step ({count}) must be a multiple of the {group.world} processes")
         backbone = load_backbone(spec.backbone, assets, group.device)
         corpora = {}
+        # What a slot reads depends on its number, not on the process that reads it.
         for slot in range(group.rank, count, group.world):
             corpora[slot] = training_corpus(spec.corpora, backbone.tokenizer, length, spec.seed, assets, slot, count)
         held_out = held_out_packs(spec, backbone, assets) if group.leads else {}
@@ -100,6 +102,7 @@ def run(spec: TrainSpec, assets: Path, checkpoint: Path, out: Sequence[Path], lo
             learner.maps.save(path)
             record.write(path, seconds=trainer.seconds_of(learner), **how)
         record.write(log_csv, seconds=trainer.seconds, **how)
+        # Last: a job that is killed between its outputs can still resume.
         checkpoint.unlink(missing_ok=True)
         remove_leftovers(checkpoint)
 
@@ -160,6 +163,7 @@ class StopSignals:
         self.asked = None
         self._handlers = {}
         for number in SIGNALS:
+            # A signal that the parent has set to be ignored, as shells do for background jobs, stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._note)
         return self
@@ -201,6 +205,7 @@ class Trainer:
         self.backbone = backbone
         self.held_out = held_out
         self.group = group
+        # With pool and reuse 1 no pass is used twice: traces need not be recorded.
         kind = FreshPasses if spec.replay == ReplaySpec(pool=1, reuse=1) else ReplayedPasses
         self.passes = {slot: kind(spec, backbone, corpus, slot) for slot, corpus in corpora.items()}
         self.step = 0
@@ -256,6 +261,7 @@ class Trainer:
         maps = [learner.maps for learner in self.learners]
         calibrated = [phi for phi in maps if phi.map.init == "positive_random_features"]
         if calibrated:
+            # Processes calibrate on texts of their own; the broadcast below replaces what the others find.
             passes = next(iter(self.passes.values()))
             traces = passes.first()
             for phi in calibrated:
@@ -279,10 +285,13 @@ class Trainer:
         seconds = sum(passes.run(self.step, backward) for passes in self.passes.values())
         worked = [sum(learner.worked) for learner in self.learners]
         for learner, own in zip(self.learners, worked, strict=True):
+            # `worked` adds up over parallel layers: a learner gets its share of the wall time instead.
             learner.seconds += seconds * own / sum(worked)
             gradients = [p.grad for p in learner.maps.parameters() if p.grad is not None]
+            # The sum is the mean: `Learner.backward` divides by the sequences of all processes.
             self.group.add_up(gradients)
         stopping = self._require_finite(checkpoint)
+        # Losses are divided by the sequences of all processes, of which this one has 1 / world.
         loss = self.learners[0].losses.mean().item() * self.group.world
         for learner in self.learners:
             learner.update(self.step)
@@ -298,6 +307,7 @@ class Trainer:
         failed_here = any(problems.values())
         stopping_here = self.stop.asked is not None
         flags = torch.tensor([failed_here, stopping_here], device=self.backbone.device).float()
+        # No process may raise before this sum: the others would wait for it forever.
         self.group.add_up([flags])
         failed, stopping = (flags > 0).tolist()
         if not failed:
@@ -404,6 +414,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(header.encode())
+    # A file need not return its tensors in the order in which they were written.
     for name in sorted(tensors):
         digest.update(name.encode())
         numbers = tensors[name].contiguous().flatten()
