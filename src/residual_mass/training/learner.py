@@ -101,6 +101,7 @@ class Learner:
         self.worked = [0.0] * shape.layers
         self.seconds = 0.0
         budgets = self.objective.budgets or spec.eval_budgets
+        # Targets are shared by all variants: these are the places of this variant's budgets among theirs.
         self.supports = [place for place, budget in enumerate(training_budgets(spec)) if budget in budgets]
 
     def backward(self, layer: int, trace: LayerTrace) -> None:
@@ -118,22 +119,23 @@ class Learner:
         self.worked[layer] += time.perf_counter() - started
 
     def problem(self) -> str | None:
-        """Says where a loss or gradient of this step is not finite; None if all are finite."""
+        """Says where a loss or the norm of a gradient of this step is not finite; None if all are finite."""
         finite = self.losses.isfinite()
         if not finite.all():
             layer, head = (~finite).nonzero()[0].tolist()
             return f"the loss is {self.losses[layer, head].item()} in layer {layer}, head {head}"
         gradients = {name: p.grad for name, p in self.maps.named_parameters() if p.grad is not None}
+        # A tensor with a NaN or an infinity has such a norm, and so has one whose squares overflow, as Adam's would.
         norms = torch.stack(torch._foreach_norm(list(gradients.values())))
         finite_norms = norms.isfinite()
         if finite_norms.all():
             return None
         first = int((~finite_norms).nonzero()[0])
         name = list(gradients)[first]
-        finite_heads = gradients[name].isfinite().flatten(1).all(1)  # every parameter is stacked over heads
+        of_heads = gradients[name].double().flatten(1).norm(dim=1)  # every parameter is stacked over heads
         side, layer, parameter = name.split(".")
-        head = int((~finite_heads).nonzero()[0])
-        return f"the gradient of {parameter} is not finite in layer {layer}, {side} head {head}"
+        head = int(of_heads.argmax())  # of a NaN, if there is one
+        return f"the gradient of {parameter} has the norm {of_heads[head]:.3g} in layer {layer}, {side} head {head}"
 
     def update(self, step: int) -> None:
         started = time.perf_counter()
@@ -158,6 +160,7 @@ class Learner:
     def restore(self, tensors: dict[str, Tensor], step: int) -> None:
         for name, parameter in self.maps.named_parameters():
             parameter.data.copy_(tensors[f"{self.label}/parameter.{name}"])
+            # The fused optimiser counts steps in a float32 tensor beside the parameter.
             state = {"step": torch.tensor(float(step), device=parameter.device)}
             for key in ADAM_MOMENTS:
                 moment = tensors[f"{self.label}/{key}.{name}"]
@@ -169,7 +172,7 @@ def learning_rate(spec: TrainSpec, step: int) -> float:
     """Returns the learning rate: linear warm-up, then constant or half a cosine down to zero at the last step."""
     warm = 1.0
     if spec.warmup_steps:
-        warm = min(1.0, (step + 1) / spec.warmup_steps)
+        warm = min(1.0, (step + 1) / spec.warmup_steps)  # step 0 already learns
     decay = 1.0
     if spec.schedule == "cosine":
         decay = 0.5 * (1 + math.cos(math.pi * step / spec.steps))
@@ -193,6 +196,7 @@ def row_losses(
         group = trace.queries.shape[0] // kv_heads
         queries = grouped(trace.queries, kv_heads)
         log_query = grouped(log_query, kv_heads)
+        # Rows are ordered by query head, then position.
         last = trace.positions.repeat(group)
         kl = {"ours": objective.lambda_kl, "kl": 1.0, "aux": 0.0}[objective.name]
         aux = 1 - kl
@@ -207,7 +211,7 @@ def row_losses(
         )
         passes = passes_for(keys, log_query, log_key)
         losses = score_matching_losses(log_query, log_key, queries, keys, trace.scale, last, weights, passes)
-        return losses.view(trace.queries.shape[:2])
+        return losses.view(trace.queries.shape[:2])  # [Hkv, G * Q] -> [Hq, Q]
     assert trace.targets is not None
     by_position = by_kv_head(log_query, kv_heads)
     window = Window(trace.positions, anchors.sink, anchors.tail)
@@ -217,7 +221,7 @@ def row_losses(
     else:
         completion = complete(by_position, log_key, values, window, trace.targets)
         losses = residual_losses(completion, trace.targets, objective.weight_z, objective.relative)
-    return losses.transpose(1, 2).flatten(0, 1)
+    return losses.transpose(1, 2).flatten(0, 1)  # [Hkv, Q, G] -> [Hq, Q]
 
 
 def _in_blocks(key_map: FoldedMap | HedgehogMap, keys: Tensor) -> Tensor:
@@ -259,10 +263,12 @@ def positive_random_features(
             if not isinstance(query_map, ReZeroMap) or not isinstance(key_map, ReZeroMap):
                 raise ValueError("map.init positive_random_features is for rezero maps")
             w = orthogonal_directions(shape.kv_heads, maps.map.d_phi, shape.head_dim, generator)
+            # Random features are for exp(x . y): sqrt(scale) on each side gives x . y = scale q . k.
             w = (w * DIRECTION_SCALE * trace.scale**0.5).to(trace.keys.device)  # [Hkv, M, D]
             num_queries = min(CALIBRATION_QUERIES, len(trace.positions))
             few_queries = trace.at(torch.arange(num_queries)).widened()
             bias = _log_mass_gap(few_queries, w, anchors, budgets)
+            # A bias b of all features multiplies Z_R hat by e^b. It is in phi_q: a group of query heads shares phi_k.
             key_map.set_log_linear(w, torch.zeros_like(w[..., 0]))
             by_query_head = w.repeat_interleave(shape.group, 0)
             query_map.set_log_linear(by_query_head, bias.unsqueeze(-1).expand(-1, maps.map.d_phi))
@@ -281,6 +287,7 @@ def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Se
     keys = trace.keys[:, :seen]
     last = trace.positions.repeat(group).unsqueeze(-1)
     columns = torch.arange(keys.shape[1], device=keys.device)
+    # The tail anchors are the columns last - tail + 1 to last.
     mid = (columns >= anchors.sink) & (columns <= last - anchors.tail)
     teacher = attention_scores(queries, keys, trace.scale)
     directions = w.transpose(-1, -2)
@@ -291,6 +298,7 @@ def _log_mass_gap(trace: LayerTrace, w: Tensor, anchors: AnchorSpec, budgets: Se
         left = mid & ~best
         log_z = teacher.masked_fill(~left, -torch.inf).logsumexp(-1)
         log_z_hat = student.masked_fill(~left, -torch.inf).logsumexp(-1)
+        # An empty residual has log Z = -inf on both sides and no gap: `nanmean` leaves it out.
         gaps.append(torch.where(left.any(-1), log_z - log_z_hat, torch.nan))
     by_head = torch.stack(gaps).unflatten(-1, (group, -1))  # [budgets, Hkv, G, Q]
     return by_head.nanmean((0, -1)).flatten().nan_to_num()
@@ -363,10 +371,11 @@ def _measures(maps: PhiMaps, layer: int, trace: LayerTrace, anchors: AnchorSpec)
     zero = torch.zeros_like(completion.whole)
     queries = by_kv_head(trace.queries, kv_heads).flatten(1, 2)
     scores = queries @ trace.keys.transpose(-1, -2) * trace.scale
-    teacher = scores.log_softmax(-1)
+    teacher = scores.log_softmax(-1)  # no mask: a held-out query sees all keys of its pack
     student = log_kernel(log_query.flatten(1, 2), log_key).log_softmax(-1)
     divergence = (teacher.exp() * (teacher - student)).sum(-1).view(log_query.shape[:3])
     dropped = completion.rest[..., -1] == 0
+    # A support that covers the mid-region has no residual to drop: its log Z_R is -inf.
     clamped = dropped & trace.targets.log_rest.isfinite()
     kl = divergence.unsqueeze(-1).expand(completion.rest.shape[:-1])  # a divergence is of all supports
     return {
@@ -385,6 +394,6 @@ def passes_for(keys: Tensor, log_query: Tensor, log_key: Tensor) -> Callable[...
         return TorchPasses
     if not tiles_fit(keys.shape[-1], log_key.shape[-1]):
         return TorchPasses
-    from residual_mass.gpu.training import TritonPasses
+    from residual_mass.gpu.training import TritonPasses  # late: it imports triton, which may be missing without a GPU
 
     return TritonPasses

@@ -180,12 +180,17 @@ def test_a_loss_that_is_nan_stops_with_its_place_and_keeps_the_checkpoint(make: 
     assert fresh.step == 5 and all(bool(p.isfinite().all()) for p in fresh.learners[0].maps.parameters())
 
 
-def test_a_gradient_that_is_infinite_stops_before_it_reaches_the_maps(make: Make, files: Files) -> None:
+@pytest.mark.parametrize("wrong, norm", [(torch.inf, "inf"), (torch.nan, "nan"), (3e38, r"\d\.\d+e\+39")])
+def test_a_gradient_that_is_not_finite_stops_before_it_reaches_the_maps(
+    wrong: float, norm: str, make: Make, files: Files
+) -> None:
+    """Nor one of finite numbers whose squares are not."""
     t = make(checkpoint_every=100)
     t.initialise()
     before = parameters(t)
-    t.learners[0].maps.key[1].out.register_hook(lambda g: g.index_fill(0, torch.tensor([1]), torch.inf))
-    with pytest.raises(ValueError, match=r"gradient of out is not finite in layer 1, key head 1, step 0 \(no check"):
+    t.learners[0].maps.key[1].out.register_hook(lambda g: g.index_fill(0, torch.tensor([1]), wrong))
+    message = rf"gradient of out has the norm {norm} in layer 1, key head 1, step 0 \(no check"
+    with pytest.raises(ValueError, match=message):
         t.train(*files)
     assert all(torch.equal(p, before[name]) for name, p in parameters(t).items())
 
