@@ -51,6 +51,8 @@ int main() {
     if (function == 0) result = attend((Buffers*)a[0], (Views*)a[1], a[2], a[3], a[4], a[5], a[6], a[7], *(float*)a[8]);
     else if (function == 1) result = pack(a[0], a[1], a[2], a[3], a[4], a[5], (Source*)a[6], a[7], (int32_t*)a[8], (uint8_t*)a[9], (bf16*)a[10], (uint8_t*)a[11], (float*)a[12]);
     else if (function == 3) result = prompt((Buffers*)a[0], (Views*)a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], *(float*)a[11]);
+    else if (function == 4) result = multiply((int32_t*)a[0], (uint16_t*)a[1], (int32_t*)a[2], a[3], a[4], a[5], a[6], a[7], a[8], (void*)a[9], a[10], a[11], (void*)a[12], a[13], a[14]);
+    else if (function == 5) dequantise((int32_t*)a[0], (uint16_t*)a[1], (int32_t*)a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], (void*)a[10], a[11]), result = 0;
     else result = clusters(a[0], a[1], a[2], a[3], a[4], a[5], a[6], (Source*)a[7], a[8], (int32_t*)a[9], (int32_t*)a[10], (float*)a[11], (float*)a[12], (float*)a[13], (float*)a[14], a[15]);
     fwrite(&result, sizeof result, 1, stdout);
     for (Range& range : ranges) fwrite(range.copy, 1, range.size, stdout), free(range.copy);

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from residual_mass.kernels import library
 from residual_mass.kernels.buffers import shapes_of
-from residual_mass.kernels.library import ADDRESS_FIELDS, SIZE_FIELDS, Buffers, Library, Views, views
+from residual_mass.kernels.library import ADDRESS_FIELDS, SIZE_FIELDS, Buffers, Library, Views, Weights, views
 
-FUNCTIONS = ("attend", "pack", "clusters", "prompt")
+FUNCTIONS = ("attend", "pack", "clusters", "prompt", "multiply", "dequantise")
 Span = tuple[int, int]
 """Address and bytes of memory."""
 
@@ -72,6 +72,17 @@ class EmulatedLibrary(Library):
             spans += _spans_of_buffers(held)
         self._call("prompt", [held, tensors, *whole, narrow, ctypes.c_float(factor)], spans)
 
+    def multiply(self, weights: Weights, x: Tensor, output: Tensor, first: int = 0) -> None:
+        tensors = [*weights[:3], x, output]
+        place = output.data_ptr() + first * output.itemsize
+        numbers = (len(x), x.dtype == torch.bfloat16, place, output.shape[1], 1)
+        arguments = [*self._weights(weights, x.shape[1]), x, *numbers]
+        self._call("multiply", arguments, map(_span_of_tensor, tensors), addresses=(0, 1, 2, 12))
+
+    def dequantise(self, weights: Weights, by_column: Tensor) -> None:
+        arguments = [*self._weights(weights, len(by_column)), by_column.dtype == torch.bfloat16, by_column, 1]
+        self._call("dequantise", arguments, map(_span_of_tensor, (*weights[:3], by_column)), addresses=(0, 1, 2))
+
     def call(self, name: str, *arguments: int | Tensor | Views | None) -> None:
         spans = [_span_of_tensor(x) for x in arguments if isinstance(x, Tensor)]
         units, count = arguments[3:5] if name == "pack" else arguments[2:4]
@@ -82,7 +93,10 @@ class EmulatedLibrary(Library):
                     spans.append(_span(source[at], shape, source[at + 1 : at + 5], 2 if narrow else 4))
         self._call(name, arguments, spans)
 
-    def _call(self, name: str, arguments: Sequence[object], spans: Iterable[Span]) -> int:
+    def _call(
+        self, name: str, arguments: Sequence[object], spans: Iterable[Span], addresses: Sequence[int] = ()
+    ) -> int:
+        """Calls a function; `addresses` are the places of numbers that are addresses, too."""
         structures = [x for x in arguments if isinstance(x, ctypes.Structure | ctypes.Array | ctypes.c_float)]
         memory = merged([*spans, *((ctypes.addressof(x), ctypes.sizeof(x)) for x in structures)])
         sent = [_numbers(FUNCTIONS.index(name), len(memory))]
@@ -90,13 +104,13 @@ class EmulatedLibrary(Library):
             sent += [_numbers(address, size), ctypes.string_at(address, size)]
         places = [place for each in structures for place in _places(each)]
         sent += [_numbers(len(places), *places), _numbers(len(arguments))]
-        for x in arguments:
+        for place, x in enumerate(arguments):
             if isinstance(x, Tensor):
                 sent.append(_numbers(1, x.data_ptr()))
             elif x in structures:
                 sent.append(_numbers(1, ctypes.addressof(x)))
             else:
-                sent.append(_numbers(0, int(x or 0)))
+                sent.append(_numbers(int(place in addresses), int(x or 0)))
         pipe = self._process
         pipe.stdin.write(b"".join(sent))
         pipe.stdin.flush()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from tests.needs import ARM, KERNELS, needs
-from tests.unit.kernels import emulated
-from tests.unit.kernels.conftest import targets
+from tests.needs import KERNELS, needs
 from tests.unit.kernels.reference import attended, eight, paired, planes, real_places
 from torch import Tensor
 
@@ -19,20 +17,6 @@ from residual_mass.kernels.library import WIDTHS, Library
 
 pytestmark = needs(KERNELS)
 KINDS = (4, 8, 16)
-
-
-@pytest.fixture(scope="module")
-def aarch64(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
-    program = emulated.build("aarch64-linux-gnu-g++", tmp_path_factory.mktemp("aarch64"))
-    library = emulated.EmulatedLibrary(["qemu-aarch64", str(program)])
-    yield library
-    library.close()
-
-
-@pytest.fixture(params=[*targets(), pytest.param("aarch64", marks=[pytest.mark.slow, needs(ARM)])])
-def library(request: pytest.FixtureRequest) -> Library:
-    """Also the portable kernels on an emulated ARM processor."""
-    return request.getfixturevalue("aarch64") if request.param == "aarch64" else Library(request.param)
 
 
 def made(
