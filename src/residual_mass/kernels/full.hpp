@@ -104,7 +104,7 @@ struct Eight {
     int8_t codes[G * D];
     float unit[G], base[G];
     const bf16* scales = layer.scales + block * 2 * D;
-    for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f, codes + g * D, unit[g]);
+    for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f - CENTRE, codes + g * D, unit[g]);
     products<false, G>(keys, codes, unit, base, to, stride);
     if (coarse(unit, G)) refine<G>(query, keys, scales, {codes, unit}, to, stride);
   }

@@ -69,20 +69,26 @@ template <int D, int G>
 __attribute__((noinline)) void scan_products(bool fine, const uint8_t* keys, const int8_t* codes, const float* unit, const float* base, float* scores, size_t stride) {
   for (int start = 0; start < BLOCK; start += TILE * W) {
     Ints sums[G][TILE] = {};
+    for (int from = 0; from < D / 8; from += FEW / 2) {
+      const int end = std::min(D / 8, from + FEW / 2);
+      Shorts few[G][TILE] = {};
 #pragma GCC unroll 1
-    for (int j = 0; j < D / 8; j++) {
-      Bytes low[TILE], high[TILE];
+      for (int j = from; j < end; j++) {
+        Bytes low[TILE], high[TILE];
 #pragma GCC unroll 4
-      for (int t = 0; t < TILE; t++) {
-        const Bytes pair = load<Bytes>(keys + (j * BLOCK + start + t * W) * 4);
-        low[t] = pair & 15, high[t] = pair >> 4;
+        for (int t = 0; t < TILE; t++) {
+          const Bytes pair = load<Bytes>(keys + (j * BLOCK + start + t * W) * 4);
+          low[t] = pair & 15, high[t] = pair >> 4;
+        }
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) {
+          const Ints one = all(four(codes + g * D + 8 * j)), two = all(four(codes + g * D + 8 * j + 4));
+#pragma GCC unroll 4
+          for (int t = 0; t < TILE; t++) few[g][t] = dot4(dot4(few[g][t], low[t], one), high[t], two);
+        }
       }
-#pragma GCC unroll 4
-      for (int g = 0; g < G; g++) {
-        const Ints one = all(four(codes + g * D + 8 * j)), two = all(four(codes + g * D + 8 * j + 4));
-#pragma GCC unroll 4
-        for (int t = 0; t < TILE; t++) sums[g][t] = dot4(dot4(sums[g][t], low[t], one), high[t], two);
-      }
+      for (int g = 0; g < G; g++)
+        for (int t = 0; t < TILE; t++) sums[g][t] += widened(few[g][t]);
     }
     for (int g = 0; g < G; g++)
       for (int t = 0; t < TILE; t++) {

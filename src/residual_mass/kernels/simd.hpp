@@ -75,6 +75,9 @@ inline Floats widen(const int8_t* from) {
 inline void store_bytes(int8_t* to, Ints x) {
 #if VNNI
   store(to, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__)
+  const __m128i shorts = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+  _mm_storel_epi64((__m128i*)to, _mm_packs_epi16(shorts, shorts));
 #else
   typedef int8_t Narrow __attribute__((vector_size(W)));
   store(to, __builtin_convertvector(x, Narrow));
@@ -103,9 +106,20 @@ inline Ints lanes() {
 }
 inline Ints first_lanes(int count) { return lanes() < count; }
 
+#if defined(__AVX2__) && !defined(VNNI)
+// All lanes by an operation of two vectors of 4, halves by halves.
+template <class F>
+inline float folded(Floats x, F f) {
+  const __m128 four = f(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  const __m128 two = f(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(f(two, _mm_movehdup_ps(two)));
+}
+#endif
 inline float sum(Floats x) {
 #if VNNI
   return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__AVX2__)
+  return folded(x, [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
 #else
   float total = 0;
   for (int i = 0; i < W; i++) total += x[i];
@@ -115,6 +129,8 @@ inline float sum(Floats x) {
 inline float highest(Floats x) {
 #if VNNI
   return _mm512_reduce_max_ps((__m512)x);
+#elif defined(__AVX2__)
+  return folded(x, [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
 #else
   float most = x[0];
   for (int i = 1; i < W; i++) most = x[i] > most ? x[i] : most;
@@ -190,13 +206,28 @@ inline Ints dot4(Ints sums, Bytes codes, Ints with) {
   return sums;
 #endif
 }
-inline Ints dot4_wide(Ints sums, Bytes codes, Ints with) {
-#if VNNI || !defined(__AVX2__)
-  return dot4(sums, codes, with);
-#else  // products of 8 bits would overflow the 16 of their sums in pairs
-  return dot4(sums, codes & 15, with) + (dot4(Ints{}, codes >> 4, with) << 4);
-#endif
+// The same for codes of 8 bits less CENTRE, which is 0 where codes are multiplied without sign.
+#if defined(__AVX2__) && !defined(VNNI)
+constexpr float CENTRE = 128;
+inline Ints dot4_wide(Ints sums, Bytes codes, Ints with) {  // |code - 128| * |with| twice fits 16 bits, 255 * 127 would not
+  const __m256i signed_codes = (__m256i)(codes ^ 128), size = _mm256_abs_epi8(signed_codes);
+  return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)with, signed_codes)), _mm256_set1_epi16(1));
 }
+#else
+constexpr float CENTRE = 0;
+inline Ints dot4_wide(Ints sums, Bytes codes, Ints with) { return dot4(sums, codes, with); }
+#endif
+// Sums that as many as FEW calls of `dot4` add to, and which `widened` makes into those of four bytes each.
+#if defined(__AVX2__) && !defined(VNNI)
+typedef int16_t Shorts __attribute__((vector_size(4 * W)));  // of two bytes each
+constexpr int FEW = 8;  // 8 * 2 * 15 * 127 fits 16 bits
+inline Shorts dot4(Shorts sums, Bytes codes, Ints with) { return sums + (Shorts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)with); }
+inline Ints widened(Shorts sums) { return (Ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
+#else
+typedef Ints Shorts;
+constexpr int FEW = 1 << 16;
+inline Ints widened(Ints sums) { return sums; }
+#endif
 #if defined(__AVX2__)
 inline Ints4 dot4(Ints4 sums, Bytes16 codes, Ints4 with) {
 #if VNNI
@@ -219,11 +250,27 @@ inline Ints dot2(Ints sums, const int8_t* codes, int32_t pair) {
 #endif
 }
 
+// The places of the bits that are set in each number of 8 bits, the lowest first.
+struct SetBits {
+  uint8_t places[256][8] = {};
+  constexpr SetBits() {
+    for (int number = 0; number < 256; number++)
+      for (int bit = 0, count = 0; bit < 8; bit++)
+        if (number >> bit & 1) places[number][count++] = bit;
+  }
+};
+inline constexpr SetBits SET_BITS;
+
 // Writes the lanes of x where `chosen`, and returns how many there are. Up to W places are written to.
 inline int append(int32_t* to, Ints x, Ints chosen) {
 #if VNNI
   const __mmask16 mask = _mm512_movepi32_mask((__m512i)chosen);
   store(to, _mm512_maskz_compress_epi32(mask, (__m512i)x));
+  return __builtin_popcount(mask);
+#elif defined(__AVX2__)
+  const int mask = _mm256_movemask_ps((__m256)chosen);
+  const __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)SET_BITS.places[mask]));
+  store(to, _mm256_permutevar8x32_epi32((__m256i)x, order));
   return __builtin_popcount(mask);
 #else
   int count = 0;

@@ -160,6 +160,18 @@ def test_flat_and_extreme_scores(library: Library, bits: int, factor: float) -> 
         assert torch.allclose(output.double(), expected, atol=tolerance * float(values.abs().max()))
 
 
+@pytest.mark.parametrize("bits", KINDS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("group", [1, 3])
+def test_the_largest_products(library: Library, bits: int, width: int, group: int) -> None:
+    """Codes of 0 or 255 in all channels of a token, and queries of 127 or -127 in all: sums in 16 bits hold them."""
+    keys, values, query = made(300, width, group=group)
+    signs = torch.where(torch.arange(300) % 3 > 0, 1.0, -1.0)
+    keys = signs[:, None].expand_as(keys)
+    query = torch.where(torch.arange(2 * group) % 2 > 0, 0.3, -0.3)[:, None].expand_as(query)
+    check(LayerCache(library, keys, values, [0], bits=bits, k=[9], clusters=1), query)
+
+
 def test_nan_is_not_hidden(library: Library) -> None:
     keys, values, query = made(300)
     query[0, 1, 5] = math.nan
