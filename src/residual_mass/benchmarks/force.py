@@ -259,14 +259,21 @@ def _rows(decoder: ForcedDecoder, missing: Sequence[ForcedRow]) -> Iterator[list
         del logits  # [T, V], no longer needed while the arms' are in memory
         for state in dict.fromkeys(state for state, _ in continuation.rows):
             rows = [row for row in missing if row.continuation == continuation and row.state == state]
-            partial = [row.arm for row in rows if not row.arm.is_full]
-            by_arm = decoder.logits(partial, tokens, layers if state == DENSE else None)
+            partial = {_computation(row.arm): row.arm for row in rows if not row.arm.is_full}
+            by_arm = decoder.logits(list(partial.values()), tokens, layers if state == DENSE else None)
+            measures = {"full": token_measures(full, full, targets)}
+            for computation, logits in zip(partial, by_arm, strict=True):
+                measures[computation] = token_measures(full, logits.double().log_softmax(-1), targets)
             done = []
             for row in rows:
-                log_p = full if row.arm.is_full else next(by_arm).double().log_softmax(-1)
-                measures = token_measures(full, log_p, targets)
-                done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **measures})
+                of_row = measures[_computation(row.arm)]
+                done.append({"key": row.key, "k": decoder.k(row.arm), "token": list(answer), **of_row})
             yield done
+
+
+def _computation(arm: ArmSpec) -> ArmSpec | str:
+    """Returns what an arm's numbers follow from: of a method that chooses no tokens its name, whatever the budget."""
+    return arm if arm.rule.chooses else arm.method
 
 
 def token_measures(full: Tensor, arm: Tensor, answer: Tensor) -> dict[str, list[Any]]:

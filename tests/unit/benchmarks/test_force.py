@@ -326,6 +326,17 @@ def test_what_is_added_is_all_that_is_computed(spec: ForceSpec, begun: Stage, un
     assert begun.computed(replace(narrow, asked=(replace(RULER, budget_length="real"),))) == 4
 
 
+def test_a_method_that_chooses_no_tokens_is_the_same_at_every_budget(spec: ForceSpec, stage: Stage) -> None:
+    """And beside methods that do, whose numbers follow their budgets."""
+    arms = [ArmSpec(name, budget) for budget in (3.0, 7.5) for name in ("cache8", "topk", "cache4_rotated")]
+    frame = stage(replace(spec, arms=(FULL,), arms_of_documents=tuple(arms), asked=(), maps=()))
+    three, more = (frame[frame.budget_percent == budget].set_index([*ROW, "position"]).kl for budget in (3.0, 7.5))
+    same = (three == more).groupby("method").all()
+    assert same.to_dict() == {"cache4_rotated": True, "cache8": True, "topk": False}
+    means = three.groupby("method").mean()
+    assert 0 < means.cache8 < means.cache4_rotated  # each has its own numbers
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
