@@ -206,24 +206,21 @@ inline Ints dot4(Ints sums, Bytes codes, Ints with) {
   return sums;
 #endif
 }
-// The same for codes of 8 bits less CENTRE, which is 0 where codes are multiplied without sign.
+// `dot4_wide`: the same for codes of 8 bits less CENTRE, which is 0 where codes are multiplied without sign.
+// `Shorts`: sums that as many as FEW calls of `dot4` add to, and which `widened` makes into those of four bytes each.
 #if defined(__AVX2__) && !defined(VNNI)
 constexpr float CENTRE = 128;
 inline Ints dot4_wide(Ints sums, Bytes codes, Ints with) {  // |code - 128| * |with| twice fits 16 bits, 255 * 127 would not
   const __m256i signed_codes = (__m256i)(codes ^ 128), size = _mm256_abs_epi8(signed_codes);
   return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(size, _mm256_sign_epi8((__m256i)with, signed_codes)), _mm256_set1_epi16(1));
 }
-#else
-constexpr float CENTRE = 0;
-inline Ints dot4_wide(Ints sums, Bytes codes, Ints with) { return dot4(sums, codes, with); }
-#endif
-// Sums that as many as FEW calls of `dot4` add to, and which `widened` makes into those of four bytes each.
-#if defined(__AVX2__) && !defined(VNNI)
 typedef int16_t Shorts __attribute__((vector_size(4 * W)));  // of two bytes each
 constexpr int FEW = 8;  // 8 * 2 * 15 * 127 fits 16 bits
 inline Shorts dot4(Shorts sums, Bytes codes, Ints with) { return sums + (Shorts)_mm256_maddubs_epi16((__m256i)codes, (__m256i)with); }
 inline Ints widened(Shorts sums) { return (Ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1)); }
 #else
+constexpr float CENTRE = 0;
+inline Ints dot4_wide(Ints sums, Bytes codes, Ints with) { return dot4(sums, codes, with); }
 typedef Ints Shorts;
 constexpr int FEW = 1 << 16;
 inline Ints widened(Ints sums) { return sums; }
