@@ -1,6 +1,6 @@
 // Causal attention of many tokens in float32: of a prompt, or of a further piece over all tokens before it.
 //
-// A task is a tile: up to 192 queries of a KV head, its query heads side by side, token by token. Vectors hold queries:
+// A task is a tile: up to 384 queries of a KV head, its query heads side by side, token by token. Vectors hold queries:
 // scores are [keys, queries] and outputs [channels, queries], so that maxima, sums and rescalings need no reduction, and
 // both products are the same: numbers of keys or values, each for all lanes, times rows of queries or weights. A tile is
 // cut into panels, whose sums stay in registers; a block of keys and values is copied once for all of them.
@@ -14,7 +14,7 @@ namespace {
 constexpr int LANES = W == 4 ? 2 : 3;      // vectors of a panel
 constexpr int PANEL = LANES * W;           // queries of a panel
 constexpr int SIDE = W == 16 ? 8 : 4;      // keys, or channels, whose sums are in registers at once
-constexpr int PROMPT_ROWS = 192;           // queries of a tile
+constexpr int PROMPT_ROWS = 384;           // queries of a tile
 
 typedef float Floats4 __attribute__((vector_size(16)));
 
@@ -56,9 +56,10 @@ WITH_PAIRS void panel_product(const Word* left, int inner, const Word* right, co
     for (int l = 0; l < LANES; l++) store(to + a * PANEL + l * W, sums[a][l]);
 }
 
-// Pairs of two vectors of bfloat16, in the upper halves of lanes; and the nearest such numbers of weights.
-inline Ints paired(Floats one, Floats two) { return (Ints)two | ((Ints)one >> 16 & 0xffff); }
-inline Floats to_halves(Floats x) { return (Floats)(((Ints)x + 0x8000) & (int32_t)0xffff0000); }
+// Pairs of two vectors of bfloat16, in the upper halves of lanes; and of the nearest such numbers of weights.
+typedef uint32_t Unsigned __attribute__((vector_size(4 * W)));
+inline Ints paired(Floats one, Floats two) { return (Ints)two | (Ints)((Unsigned)one >> 16); }
+inline Ints rounded_pairs(Floats one, Floats two) { return paired((Floats)((Ints)one + 0x8000), (Floats)((Ints)two + 0x8000 & (int32_t)0xffff0000)); }
 
 // A block of keys and values, as the products read them.
 template <class Word, int D>
@@ -243,20 +244,26 @@ struct PromptTile {
       }
   }
 
-  // Turns scores into weights; `by` is what earlier sums are multiplied by. Weights below 2^-126 are 0: products with
-  // numbers below the normal ones are slow.
+  // Turns scores into weights; `by` is what earlier sums are multiplied by. Weights below 2^-126 are 0, or 2^-125 where
+  // pairs are multiplied: products with numbers below the normal ones are slow.
   void weigh(Panel& panel, int n, Floats* by) const {
     for (int l = 0; l < LANES; l++) {
       float* scores = own.scores + l * W;
-      Floats most = all(LOWEST);
-      for (int i = 0; i < n; i++) most = largest(load<Floats>(scores + i * PANEL), most);
+      if (P == 2 && n % 2) store(scores + n * PANEL, all(LOWEST));  // the second of the last pair, whose value is 0
+      Floats most = all(LOWEST), others = most;  // two, so that one does not wait for the other
+      for (int i = 0; i < n; i += 2) {
+        most = largest(load<Floats>(scores + i * PANEL), most);
+        if (P == 2 || i + 1 < n) others = largest(load<Floats>(scores + (i + 1) * PANEL), others);
+      }
+      most = largest(most, others);
       const Floats factor = all(of.factor);
       if (P == 2) most *= factor;
       most = largest(most, panel.top[l]);
       by[l] = exp2(panel.top[l] - most);
       const auto weight = [&](int i) {
         Floats x = load<Floats>(scores + i * PANEL);
-        x = P == 2 ? x * factor - most : x - most;
+        if (P == 2) return exp2_rough(x * factor - most);
+        x -= most;
         return x < -126.f ? Floats{} : exp2(x);
       };
       Floats total = {};
@@ -265,9 +272,9 @@ struct PromptTile {
         const Floats one = weight(i);
         if constexpr (P == 1) total += one, store(scores + i * PANEL, one);
         else {
-          const Floats two = i + 1 < n ? weight(i + 1) : Floats{};
+          const Floats two = weight(i + 1);
           total += one + two;
-          store(scores + i / 2 * PANEL, paired(to_halves(one), to_halves(two)));
+          store(scores + i / 2 * PANEL, rounded_pairs(one, two));
         }
       }
       panel.top[l] = most, panel.mass[l] = panel.mass[l] * by[l] + total;

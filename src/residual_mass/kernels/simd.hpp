@@ -47,7 +47,15 @@ inline void store(void* to, V x) {
 inline Floats all(float x) { return x - Floats{}; }
 inline Ints all(int32_t x) { return x - Ints{}; }
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
-inline Floats largest(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats largest(Floats a, Floats b) {
+#if VNNI
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
 inline Floats absolute(Floats x) { return (Floats)((Ints)x & 0x7fffffff); }
 
 // W numbers of a narrower type as floats, and integers as such numbers. GCC converts bytes one by one.
@@ -175,24 +183,31 @@ inline Ints rounded(Floats x) {
   return (Ints)(x + magic) - (Ints)magic;
 }
 
-// 2^x with a relative error of 2e-7, and next to nothing below x = -126.5; x at most 127.
-inline Floats exp2(Floats x) {
-  x = largest(all(-127.f), x);  // in this order NaN stays
+// 2^x by a polynomial that has these coefficients before 1; nothing is less than 2^LEAST, and x is at most 127.
+template <int LEAST, int N>
+inline Floats exp2_by(Floats x, const float (&coefficients)[N]) {
+  x = largest(all((float)LEAST), x);  // in this order NaN stays
 #if VNNI
   const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, 0), part = x - whole;
 #else
   const Ints whole = rounded(x);
   const Floats part = x - to_floats(whole);
 #endif
-  Floats power = all(1.5403530e-4f);
-  for (float next : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
-    power = power * part + all(next);
+  Floats power = all(coefficients[0]);
+  for (int i = 1; i < N; i++) power = power * part + all(coefficients[i]);
+  power = power * part + all(1.f);
 #if VNNI
   return (Floats)_mm512_scalef_ps((__m512)power, (__m512)whole);
 #else
   return power * (Floats)((whole + 127) << 23);
 #endif
 }
+// 2^x with a relative error of 2e-7, and next to nothing below x = -126.5.
+inline Floats exp2(Floats x) {
+  return exp2_by<-127>(x, {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f});
+}
+// 2^x with a relative error of 3e-6, for what is rounded to 8 bits, and never a number below the normal ones, which are slow.
+inline Floats exp2_rough(Floats x) { return exp2_by<-125>(x, {9.5825763e-3f, 5.5906828e-2f, 2.4024107e-1f, 6.9312412e-1f}); }
 inline float exp2(float x) { return exp2(all(x))[0]; }
 
 // Adds to each sum the products of its four bytes: codes without sign, below 16 but in `dot4_wide`, and signed ones.
