@@ -5,6 +5,7 @@ Tests are skipped only for these requirements.
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -116,6 +117,7 @@ LM_EVAL = Need("without lm-eval", "pip install '.[lm-eval]'", lambda: find_spec(
 BFLOAT16 = Need("where torch's own attention fails in bfloat16", "unset ATEN_CPU_CAPABILITY", _has_bfloat16_attention)
 NO_GPU = Need("for machines without a GPU", "CUDA_VISIBLE_DEVICES= make test-all", lambda: not _has_gpu())
 TRANSFORMERS_5 = Need("without transformers 5", "pip install -r requirements.lock", lambda: _major("transformers") >= 5)
+GLIBC = Need("without glibc", "run on a Linux that has it", lambda: platform.libc_ver()[0] == "glibc")
 CURL = Need("without curl", "apt-get install curl", lambda: shutil.which("curl") is not None)
 GIT = Need("without git", "apt-get install git", lambda: shutil.which("git") is not None)
 NAMESPACES = Need("without network namespaces", "run as root", lambda: unshare() is not None)

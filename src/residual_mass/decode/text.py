@@ -12,7 +12,7 @@ vocabulary, D = head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +23,15 @@ from residual_mass.decode.backend import Backend, LayerCall
 from residual_mass.decode.compiled import CompiledStep, logits_of
 from residual_mass.model.hook import configs_of, exact_attention, kernel_attention, running, switched
 from residual_mass.model.layers import AttentionWindow, attention_layers, has_recurrent_layers, keeps_states, window_of
-from residual_mass.model.memory import give_back_memory
+from residual_mass.model.memory import kept_memory
 from residual_mass.model.rotary import changing_rotations, frequencies_of, frequencies_of_each_call
 
 PIECE = 1024
 """Queries that a layer with a window reads at once."""
 LONG_PROMPT = 2048
-"""Tokens read at once after which freed memory is given back to the system: below, there is little of it."""
+"""Tokens read at once from which memory is kept meanwhile, and given back to the system afterwards: below, tensors are
+small.
+"""
 
 
 class Text:
@@ -115,11 +117,10 @@ class Text:
             pieces = ids.split(1, 1)  # some recurrent layers take several tokens only where there is no state yet
         else:
             pieces = (ids,)
-        for piece in pieces:
-            logits = self._forward(self.backend.read, piece, keep, **inputs)
-            self.tokens += piece.shape[1]
-        if ids.numel() >= LONG_PROMPT:
-            give_back_memory()
+        with kept_memory() if ids.numel() >= LONG_PROMPT else nullcontext():
+            for piece in pieces:
+                logits = self._forward(self.backend.read, piece, keep, **inputs)
+                self.tokens += piece.shape[1]
         return logits
 
     def step(self, ids: Tensor) -> Tensor:

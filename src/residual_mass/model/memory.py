@@ -5,11 +5,19 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
+"""Parameters of glibc's `mallopt`."""
+KEEPING = {MMAP_MAX: 0, TRIM_THRESHOLD: -1}
+SETTLED = {MMAP_MAX: 2**16, TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25}
+"""What glibc itself comes to as tensors grow; once told, it does not change the values any more."""
 HUGE_PAGE = 2**21
 """Bytes of a huge page on x86, and on ARM with pages of 4 KiB."""
 LINE = 64
@@ -18,9 +26,49 @@ LINE = 64
 
 def give_back_memory() -> None:
     """Returns freed memory to the system where the C library keeps it: glibc holds on to hundreds of MiB here."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    trim = _of_libc("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """Returns a function of glibc; None where the C library is another."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+
+
+_keeping = 0
+"""How many contexts of `kept_memory` run, in all threads."""
+_counting = threading.Lock()
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Keeps memory that is freed within the context for what is allocated next. Contexts may overlap; after the last
+    one freed memory is the system's again.
+
+    Otherwise glibc gives large tensors back as soon as they are freed, and the system clears all pages of the next
+    one, which takes longer than most operations on it. In threads other than the main one, glibc maps tensors of more
+    than 64 MiB in any case.
+    """
+    _count(+1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def _count(by: int) -> None:
+    """Adds to the number of contexts; the first one and the end of the last one change glibc's settings."""
+    global _keeping
+    set_option = _of_libc("mallopt")
+    with _counting:
+        _keeping += by
+        if set_option is None or _keeping != max(by, 0):
+            return
+        for option, value in (KEEPING if _keeping else SETTLED).items():
+            set_option(option, value)
+        if not _keeping:
+            give_back_memory()
 
 
 def move_to_huge_pages(modules: Sequence[nn.Module]) -> None:
@@ -29,6 +77,8 @@ def move_to_huge_pages(modules: Sequence[nn.Module]) -> None:
     A step reads all weights once, and a processor knows the places of some thousand pages alone. How much that costs
     with pages of 4 KiB depends on how the system laid them: from nothing to a third of a step.
     """
+    import torch  # here, because light stages do without it
+
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     places = [(module, name) for module in modules for name, buffer in module.named_buffers() if buffer.nbytes]
