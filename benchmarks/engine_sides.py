@@ -241,6 +241,7 @@ class OpenVino:
         scheduler.enable_prefix_caching = options["turns"]
         self.libraries = status()["VmRSS"]
         settings = {"INFERENCE_NUM_THREADS": options["threads"], "KV_CACHE_PRECISION": options["cache"]}
+        settings |= options.get("settings", {})
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(options["gguf"], scheduler, "CPU", settings)
         self.requests = 0
 

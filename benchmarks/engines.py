@@ -59,6 +59,7 @@ SIDES: dict[str, dict[str, Any]] = OURS | {
     "transformers-float32": {"engine": "transformers", "dtype": "float32"},
     "transformers-bfloat16": {"engine": "transformers", "dtype": "bfloat16"},
     "openvino-f16": {"engine": "openvino", "cache": "f16"},
+    "openvino-f16-exact": {"engine": "openvino", "cache": "f16", "settings": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}},
     "openvino-u8": {"engine": "openvino", "cache": "u8"},
     "ik_llama-f16": {"engine": "ik_llama.cpp", "cache": "f16", "flash": False, "piece": 31},
     "ik_llama-f16-flash": {"engine": "ik_llama.cpp", "cache": "f16", "flash": True, "piece": 31},
@@ -68,7 +69,8 @@ SIDES: dict[str, dict[str, Any]] = OURS | {
     "llama-q8-flash": {"engine": "llama.cpp", "cache": "q8_0", "flash": True},
 }
 """By name: what a side's process is given. ik_llama.cpp computes 31 tokens at once: with 32 or more its products by
-these weights are wrong (5.0 nats a token where the weights as they are have 3.4)."""
+these weights are wrong (5.0 nats a token where the weights as they are have 3.4). OpenVINO rounds activations of a
+prompt to 8 bits by groups of 32, unless told otherwise (`exact`)."""
 EXACT = "transformers-float32"
 """Its tokens are those of the weights as they are."""
 ANSWER = 100
