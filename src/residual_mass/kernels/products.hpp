@@ -153,7 +153,8 @@ struct Result {
   }
 };
 
-// The tile of T rows from m on, times one block of weights, whose words are at `words`.
+// The tile of T rows from m on, times one block of weights, whose words are at `words`. All loops over sums are unrolled:
+// compilers keep an array in memory that one loop indexes by a variable.
 template <int BITS, int UNIT, int T>
 void multiply_tile(const Weights& w, int block, const int32_t* words, const Activations& x, int m, const Result& to) {
   constexpr int HALVES = SPAN / UNIT, SHARE = PAIRS / HALVES;
@@ -167,6 +168,7 @@ void multiply_tile(const Weights& w, int block, const int32_t* words, const Acti
 #pragma GCC unroll 2
     for (int half = 0; half < HALVES; half++, at += T, pairs += SHARE * T) {
       Ints total[T][VECTORS], other[CHAINS + 1][T][VECTORS] = {};
+#pragma GCC unroll 8
       for (int t = 0; t < T; t++)
         for (int v = 0; v < VECTORS; v++) total[t][v] = all(-w.middle * x.totals[at + t]);
 #pragma GCC unroll 16
@@ -183,20 +185,25 @@ void multiply_tile(const Weights& w, int block, const int32_t* words, const Acti
         for (int t = 0; t < T; t++)
           for (int v = 0; v < VECTORS; v++) total[t][v] += other[i][t][v];
       const uint16_t* scale = w.scales_of(block, span * SPAN + half * UNIT);
+#pragma GCC unroll 4
       for (int v = 0; v < VECTORS; v++) {
         const Floats step = widen_half(scale + v * W);
+#pragma GCC unroll 8
         for (int t = 0; t < T; t++) sums[t][v] += step * (to_floats(total[t][v]) * all(x.scales[at + t]));
-        if (w.minimums) {
-          const Floats least = widen_half(scale + ROWS_OF_BLOCK + v * W);
-          for (int t = 0; t < T; t++) sums[t][v] += least * all(x.sums[at + t]);
-        }
+        if (!w.minimums) continue;
+        const Floats least = widen_half(scale + ROWS_OF_BLOCK + v * W);
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) sums[t][v] += least * all(x.sums[at + t]);
       }
     }
   }
+#pragma GCC unroll 4
   for (int v = 0; v < VECTORS; v++) {
     const int row = block * ROWS_OF_BLOCK + v * W;
+    if (row >= w.rows) break;
     const Floats factor = power_of_2(load<Ints>(w.exponents + row));
-    for (int t = 0; t < T && row < w.rows; t++) to.store_lanes(m + t, row, sums[t][v] * factor, w.rows - row);
+#pragma GCC unroll 8
+    for (int t = 0; t < T; t++) to.store_lanes(m + t, row, sums[t][v] * factor, w.rows - row);
   }
 }
 
