@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -22,7 +21,6 @@ from typing import Any, NoReturn
 from residual_mass.files import require_writable
 from residual_mass.measure import command as measure
 from residual_mass.measure.request import add_arguments
-from residual_mass.model.memory import kept_memory
 from residual_mass.serve import command as serve
 from residual_mass.spec.settings import Settings
 from residual_mass.spec.specs import parse_spec
@@ -208,9 +206,7 @@ def _run(name: str, options: dict[str, Any]) -> Any:
     require_writable(*outputs)
     if name in LESS_MEMORY:
         _use_machine(options["spec"])
-    # Latencies are those of a process that somebody else would start.
-    with nullcontext() if name == "runtime" else kept_memory():
-        return run(**options)
+    return run(**options)
 
 
 def _use_machine(spec: Any) -> None:

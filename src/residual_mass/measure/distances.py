@@ -43,7 +43,6 @@ from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.step_bytes import full_bytes, kept_bytes, step_bytes
 from residual_mass.model.loading import Backbone
-from residual_mass.model.memory import kept_memory
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.recipes import RECIPES
 from residual_mass.spec.arms import ArmSpec
@@ -96,7 +95,7 @@ def token_distances(
     missing = sum(key not in store.rows for key in keys.values())
     log.info("%d of %d rows to compute; %d in %s", missing, len(keys), len(store.rows), store.path)
     engine = engine_of(backbone, sides)
-    with tqdm(total=missing, unit="row") as bar, kept_memory():
+    with tqdm(total=missing, unit="row") as bar:
         for text in texts:
             for number, sequence in enumerate(text.sequences):
                 name = f"{text.name} document {number}"

@@ -8,15 +8,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import nn
 
-TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
-"""Parameters of glibc's `mallopt`."""
-KEEPING = {MMAP_MAX: 0, TRIM_THRESHOLD: -1}
-SETTLED = {MMAP_MAX: 2**16, TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25}
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`: bytes of what is kept at the end of the heap, and of what is mapped by itself."""
+KEEPING = {MMAP_THRESHOLD: 2**27, TRIM_THRESHOLD: 2**28}
+SETTLED = {TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25}
 """What glibc itself comes to as tensors grow; once told, it does not change the values any more."""
 HUGE_PAGE = 2**21
 """Bytes of a huge page on x86, and on ARM with pages of 4 KiB."""
@@ -43,12 +42,13 @@ _counting = threading.Lock()
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Keeps memory that is freed within the context for what is allocated next. Contexts may overlap; after the last
-    one freed memory is the system's again.
+    """Keeps memory that is freed within the context for what is allocated next, up to some hundreds of MiB. Contexts
+    may overlap; after the last one freed memory is the system's again.
 
     Otherwise glibc gives large tensors back as soon as they are freed, and the system clears all pages of the next
     one, which takes longer than most operations on it. In threads other than the main one, glibc maps tensors of more
-    than 64 MiB in any case.
+    than 64 MiB in any case. Hours in such a context would cost memory: before 2.38, glibc cannot put an aligned tensor
+    in the place of one of the same size.
     """
     _count(+1)
     try:
@@ -77,8 +77,6 @@ def move_to_huge_pages(modules: Sequence[nn.Module]) -> None:
     A step reads all weights once, and a processor knows the places of some thousand pages alone. How much that costs
     with pages of 4 KiB depends on how the system laid them: from nothing to a third of a step.
     """
-    import torch  # here, because light stages do without it
-
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     places = [(module, name) for module in modules for name, buffer in module.named_buffers() if buffer.nbytes]

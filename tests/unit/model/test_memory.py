@@ -12,7 +12,7 @@ from tests.needs import GLIBC, needs
 from residual_mass.model.memory import kept_memory
 
 PAGES = 2**26 // resource.getpagesize()
-"""Of a tensor of 64 MiB, for which glibc asks the system anew each time."""
+"""Of a tensor here, 64 MiB, for which glibc otherwise asks the system anew each time."""
 LEAVES_MEMORY = """
 import torch
 from residual_mass.model.memory import kept_memory
@@ -31,7 +31,7 @@ print(before, inner, within, resident())
 
 
 def faults(tensors: int) -> int:
-    """Returns for how many pages the system had to find memory, while tensors of 64 MiB were made one after the other."""
+    """Returns for how many pages the system had to find memory, while tensors were made one after the other."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(tensors):
         torch.ones(2**24)
