@@ -14,7 +14,8 @@ from torch import nn
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt`: bytes of what is kept at the end of the heap, and of what is mapped by itself."""
-KEEPING = {MMAP_THRESHOLD: 2**27, TRIM_THRESHOLD: 2**28}
+KEEPING = {TRIM_THRESHOLD: 2**28, MMAP_THRESHOLD: 2**27}
+"""While memory is kept."""
 SETTLED = {TRIM_THRESHOLD: 2**26, MMAP_THRESHOLD: 2**25}
 """What glibc itself comes to as tensors grow; once told, it does not change the values any more."""
 HUGE_PAGE = 2**21
