@@ -51,25 +51,27 @@ def kept_memory() -> Iterator[None]:
     than 64 MiB in any case. Hours in such a context would cost memory: before 2.38, glibc cannot put an aligned tensor
     in the place of one of the same size.
     """
-    _count(+1)
+    global _keeping
+    with _counting:
+        _keeping += 1
+        if _keeping == 1:
+            _set(KEEPING)
     try:
         yield
     finally:
-        _count(-1)
+        with _counting:
+            _keeping -= 1
+            if _keeping == 0:
+                _set(SETTLED)
+                give_back_memory()
 
 
-def _count(by: int) -> None:
-    """Adds to the number of contexts; the first one and the end of the last one change glibc's settings."""
-    global _keeping
+def _set(options: dict[int, int]) -> None:
+    """Sets what glibc keeps, in the whole process."""
     set_option = _of_libc("mallopt")
-    with _counting:
-        _keeping += by
-        if set_option is None or _keeping != max(by, 0):
-            return
-        for option, value in (KEEPING if _keeping else SETTLED).items():
+    if set_option is not None:
+        for option, value in options.items():
             set_option(option, value)
-        if not _keeping:
-            give_back_memory()
 
 
 def move_to_huge_pages(modules: Sequence[nn.Module]) -> None:
