@@ -1,8 +1,8 @@
 """Codes of weights as the blocks of a GGUF file hold them: the formats that llama.cpp writes most.
 
-A block is a run of columns of one row. In Q4_0 to Q8_0 it has 32 and a scale in half precision; in Q4_K, Q5_K and Q6_K
-it has 256, in groups of 32 or 16 whose scales are small integers times one or two numbers of the block. Layouts are
-those of ggml-quants.c.
+A block is a run of columns of one row. In Q4_0 to Q8_0 and IQ4_NL it has 32 and a scale in half precision; in the K
+formats and IQ4_XS it has 256, in groups of 32 or 16 whose scales are small integers times one or two numbers of the
+block. Layouts are those of ggml-quants.c.
 
 Shape letters: N = output features, B = blocks of a row, G = groups of a row, g = columns of a group.
 """
@@ -116,6 +116,17 @@ def _bits(packed: Tensor) -> Tensor:
     return ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(-2)
 
 
+def _pairs(packed: Tensor) -> Tensor:
+    """Returns the pairs of bits [.., 4, n] of bytes [.., n], the lowest of each first."""
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    return packed[..., None, :] >> shifts & 3
+
+
+def _two_bits(packed: Tensor) -> Tensor:
+    """Returns 2 bits of codes [N, B, 16, 16] from 64 bytes, of which 32 have those of four runs of 32."""
+    return _pairs(packed.unflatten(-1, (2, 32))).flatten(-3).unflatten(-1, (16, 16))
+
+
 def _q4_0(blocks: Tensor) -> Grids:
     (scale,) = _half(blocks, 0)
     return Grids(_nibbles(blocks[..., 2:]), scale)
@@ -164,6 +175,22 @@ def _two_groups(packed: Tensor) -> Tensor:
     return _nibbles(packed.unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(2, 3)
 
 
+def _q2_k(blocks: Tensor) -> Grids:
+    scales = blocks[..., :16]
+    whole, lowest = _half(blocks, 80, 2)
+    minimum = -lowest[..., None] * (scales >> 4).float()
+    return Grids(_two_bits(blocks[..., 16:80]), whole[..., None] * (scales & 15).float(), minimum)
+
+
+def _q3_k(blocks: Tensor) -> Grids:
+    runs = torch.arange(8, dtype=torch.uint8)[:, None]
+    high = blocks[..., None, :32] >> runs & 1  # bit j of a byte belongs to run j of 32
+    codes = _two_bits(blocks[..., 32:96]) | high.flatten(-2).unflatten(-1, (16, 16)) << 2
+    scales = _nibbles(blocks[..., 96:104]) | _pairs(blocks[..., 104:108]).flatten(-2) << 4
+    (whole,) = _half(blocks, 108)
+    return Grids(codes, whole[..., None] * (scales.float() - 32))
+
+
 def _q4_k(blocks: Tensor) -> Grids:
     return _with_minimums(blocks, _two_groups(blocks[..., 16:]))
 
@@ -176,23 +203,41 @@ def _q5_k(blocks: Tensor) -> Grids:
 
 
 def _q6_k(blocks: Tensor) -> Grids:
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).unflatten(-1, (4, 32))  # of each half, four times 32
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    # A byte has the two highest bits of codes at the same place of four runs of 32.
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3
+    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(2).unflatten(-1, (16, 16))  # of each half
     (whole,) = _half(blocks, 208)
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return Grids((low | high << 4).flatten(2).unflatten(-1, (16, 16)), whole[..., None] * scales)
+    return Grids(low | _two_bits(blocks[..., 128:192]) << 4, whole[..., None] * scales)
 
 
+def _iq4_nl(blocks: Tensor) -> Grids:
+    (scale,) = _half(blocks, 0)
+    return Grids(UNEVEN[_nibbles(blocks[..., 2:]).long()], scale)
+
+
+def _iq4_xs(blocks: Tensor) -> Grids:
+    (whole,) = _half(blocks, 0)
+    # Bytes have the scales of neighbours, unlike those of Q3_K.
+    low = _nibbles(blocks[..., 4:8, None]).flatten(-2)
+    high = _pairs(blocks[..., 2:4]).transpose(-1, -2).flatten(-2)
+    scales = (low | high << 4).float() - 32
+    codes = _nibbles(blocks[..., 8:].unflatten(-1, (8, 16)))
+    return Grids(UNEVEN[codes.long()], whole[..., None] * scales)
+
+
+UNEVEN = torch.tensor([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], dtype=torch.uint8)
+"""The 16 levels of IQ4_NL and IQ4_XS as codes of 8 bits; 128 is 0."""
 FORMATS = {
     "Q4_0": Format(32, 18, 4, 8, _q4_0),
     "Q4_1": Format(32, 20, 4, 0, _q4_1),
     "Q5_0": Format(32, 22, 5, 16, _q5_0),
     "Q5_1": Format(32, 24, 5, 0, _q5_1),
     "Q8_0": Format(32, 34, 8, 128, _q8_0),
+    "Q2_K": Format(256, 84, 4, 0, _q2_k),
+    "Q3_K": Format(256, 110, 4, 4, _q3_k),
     "Q4_K": Format(256, 144, 4, 0, _q4_k),
     "Q5_K": Format(256, 176, 5, 0, _q5_k),
     "Q6_K": Format(256, 210, 6, 32, _q6_k),
+    "IQ4_NL": Format(32, 18, 8, 128, _iq4_nl),
+    "IQ4_XS": Format(256, 136, 8, 128, _iq4_xs),
 }
 """By the names of `gguf.GGMLQuantizationType`."""

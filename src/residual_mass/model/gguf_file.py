@@ -24,7 +24,8 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from residual_mass.model.gguf_blocks import FORMATS, codes_of_blocks
 from residual_mass.model.packed_linear import PackedEmbedding, PackedHead, PackedLinear
-from residual_mass.model.packed_weights import is_packable, is_plain, seal, untie, wide_modules
+from residual_mass.model.packed_weights import HEAD_GROUP, is_packable, is_plain, seal, untie, wide_modules
+from residual_mass.model.weight_codes import Codes, codes_of_8_bits
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor of what rotary frequencies are divided by, in files of Llama 3; transformers does not read it."""
@@ -87,7 +88,7 @@ def packed_model(file: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
         dtype: of what is not packed, and in which products are returned.
 
     Raises:
-        NotImplementedError: gguf does not know the names of this architecture's tensors.
+        NotImplementedError: gguf does not know the names of this architecture's tensors, or a format.
         ValueError: the file lacks tensors.
     """
     with init_empty_weights(include_buffers=False):
@@ -118,8 +119,9 @@ def packed_model(file: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
 
 
 def may_be_packed(model: PreTrainedModel, name: str, module: nn.Module | None, tensor: ReaderTensor) -> bool:
-    """Returns whether a tensor is the weight of a linear layer, or of the embedding, in a format that can be kept."""
-    if module is None or tensor.tensor_type.name not in FORMATS:
+    """Returns whether a tensor is the weight of a linear layer, or of the embedding, in blocks."""
+    columns, _ = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    if module is None or columns == 1:  # 1 in formats without blocks: float32 and others
         return False
     if module is model.get_input_embeddings():
         return type(module) is nn.Embedding and is_plain(module)
@@ -142,6 +144,16 @@ def row_order(processor: TensorProcessor, tensor: ReaderTensor) -> Tensor | None
     return torch.from_numpy(order[:, 0]).long()
 
 
+def codes_in(tensor: ReaderTensor, order: Tensor) -> Codes:
+    """Returns the codes of a tensor's rows in an order: its own, or of 8 bits in formats that `FORMATS` lacks."""
+    blocks = np.array(tensor.data)  # a copy: the file is mapped into memory and read only
+    kind = tensor.tensor_type
+    if kind.name in FORMATS:
+        return codes_of_blocks(torch.from_numpy(blocks)[order], kind.name)
+    numbers = torch.from_numpy(gguf.dequantize(blocks, kind))
+    return codes_of_8_bits(numbers[order], HEAD_GROUP)
+
+
 def put(
     model: PreTrainedModel, name: str, module: nn.Module, tensor: ReaderTensor, order: Tensor, dtype: torch.dtype
 ) -> PackedLinear:
@@ -153,9 +165,7 @@ def put(
     wanted = list(module.weight.shape)
     if shape != wanted:
         raise ValueError(f"{name}.weight is {shape} in its tensors, {wanted} by its header")
-    # A copy: the file is mapped into memory and read only.
-    blocks = torch.from_numpy(np.array(tensor.data))
-    codes = codes_of_blocks(blocks[order], tensor.tensor_type.name)
+    codes = codes_in(tensor, order)
     head = model.get_output_embeddings()
     is_embedding = module is model.get_input_embeddings()
     is_tied = is_embedding and head is not None and model.config.get_text_config().tie_word_embeddings

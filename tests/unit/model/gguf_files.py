@@ -12,19 +12,26 @@ from transformers import PreTrainedModel
 
 Kinds = Callable[[str], str | None]
 """Returns the format of a weight by its name in transformers; None leaves it in float32."""
-RANDOM = {"Q4_K": (144, 0, 2), "Q5_K": (176, 0, 2), "Q6_K": (210, 208, 1)}
-"""Formats that gguf reads and does not write: bytes of a block, the first byte of its halves, and how many it has."""
+RANDOM = {
+    "Q2_K": (84, 80, 2), "Q3_K": (110, 108, 1), "Q4_K": (144, 0, 2), "Q5_K": (176, 0, 2), "Q6_K": (210, 208, 1),
+    "IQ4_XS": (136, 0, 1), "IQ3_S": (110, 0, 1), "IQ2_XXS": (66, 0, 1),
+}  # fmt: skip
+"""Formats of 256 columns that gguf does not write: bytes of a block, the first of its halves, and how many."""
+ONE_SCALE = {"IQ4_NL": (18, 0, 1)}
+"""The same, of 32 columns."""
 
 
 def blocks(weight: np.ndarray, kind: str) -> np.ndarray:
     """Returns a weight in blocks, or random blocks of its shape where gguf does not write them."""
-    if kind not in RANDOM:
+    made = RANDOM | ONE_SCALE
+    if kind not in made:
         return gguf.quantize(weight, GGMLQuantizationType[kind])
-    size, first, halves = RANDOM[kind]
+    size, first, halves = made[kind]
     rows, columns = weight.shape
+    count = columns // gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
     draw = np.random.default_rng(len(kind) * rows + columns)
-    found = draw.integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)
-    scales = (draw.random((rows, columns // 256, halves)) * 1e-3 + 1e-5).astype(np.float16)
+    found = draw.integers(0, 256, (rows, count, size), dtype=np.uint8)
+    scales = (draw.random((rows, count, halves)) * 1e-3 + 1e-5).astype(np.float16)
     found[..., first : first + 2 * halves] = scales.view(np.uint8)
     return found.reshape(rows, -1)
 

@@ -141,6 +141,31 @@ def test_formats_with_scales_of_their_own_change_nothing(make: object, architect
     assert packed.generate(IDS, max_new_tokens=3).shape == whole.generate(IDS, max_new_tokens=3).shape
 
 
+@pytest.mark.parametrize(
+    "kind, how",
+    [
+        ("Q2_K", "4 bits in groups of 16, codes kept"), ("Q3_K", "4 bits in groups of 16, codes kept"),
+        ("IQ4_XS", "8 bits in groups of 32, codes kept"), ("IQ4_NL", "8 bits in groups of 32, codes kept"),
+        ("IQ3_S", "8 bits in groups of 32, rounded"), ("IQ2_XXS", "8 bits in groups of 32, rounded"),
+    ],
+)  # fmt: skip
+def test_files_of_few_bits_are_packed(kind: str, how: str, tmp_path: Path) -> None:
+    """Levels that lie on no even grid are within 8 bits of a group, others within the rounding of their scales."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, qwen(False), lambda name: "Q6_K" if "embed" in name or "head" in name else kind, "qwen2")
+    packed, _ = load_gguf(file, torch.float64)
+    whole, _ = load_gguf(file, torch.float64, packed=False)
+    assert not [name for name, tensor in packed.named_parameters() if tensor.ndim > 1]
+    layer = packed.model.layers[1].mlp.down_proj
+    wanted = whole.model.layers[1].mlp.down_proj.weight
+    assert layer.how() == f"in {how}"
+    groups = wanted.unflatten(1, (-1, layer.group))
+    off = (layer.weight - wanted).view_as(groups).abs().amax(-1)
+    # Half a step of 8 bits, and what rounding two numbers to half precision can do to a weight.
+    assert bool((off <= groups.abs().amax(-1) * (0.5 / 127 + 3 * HALF)).all())
+    assert packed.generate(IDS, max_new_tokens=3).shape == whole.generate(IDS, max_new_tokens=3).shape
+
+
 def test_what_has_no_codes_stays_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, llama(), lambda name: None if "embed" in name or "layers.0" in name else "Q4_0")
