@@ -76,7 +76,7 @@ def by_kernels(bits: int, rows: int, columns: int, count: int) -> Callable[[], o
     packed = products.packed(codes, bits, scales, torch.zeros(rows, dtype=torch.int32))
     weights = Weights(*packed, rows, GROUP, 0 if kinds == 2 else 2 ** (bits - 1))
     x = torch.randn(count, columns)
-    return lambda: torch.ops.residual_mass.multiply(x, *weights)
+    return lambda: products.multiply(x, *weights)
 
 
 def four_bits_of_torch(rows: int, columns: int, count: int) -> Callable[[], object]:

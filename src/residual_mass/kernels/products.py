@@ -14,6 +14,7 @@ from torch import Tensor
 
 from residual_mass.kernels.cpu import has_bfloat16
 from residual_mass.kernels.library import Weights, load
+from residual_mass.kernels.operations import product_operations
 
 LANES = 16
 """Output features of a block."""
@@ -136,15 +137,12 @@ def multiply(x: Tensor, words: Tensor, scales: Tensor, exponents: Tensor, rows: 
         words and others: of `Weights`.
     """
     weights = Weights(words, scales, exponents, rows, group, middle)
-    *shape, columns = x.shape
     if not kernels_serve(x):
-        return F.linear(x, dequantised(weights, columns, x.dtype))
+        return F.linear(x, dequantised(weights, x.shape[-1], x.dtype))
     # Kernels read float32 and bfloat16, so float16 goes through float32.
     wide = x if x.dtype == torch.bfloat16 else x.float()
-    flat = wide.reshape(math.prod(shape), columns).contiguous()
-    output = flat.new_empty(len(flat), rows)
-    load().multiply(weights, flat, output)
-    return output.view(*shape, rows).to(x.dtype)
+    one = product_operations()[0]
+    return one(wide.contiguous(), torch.get_num_threads(), *weights).to(x.dtype)
 
 
 def kernels_serve(x: Tensor) -> bool:

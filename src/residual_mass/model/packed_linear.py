@@ -58,12 +58,15 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes [..., N] of x [..., K], in its dtype."""
-        if self.words.device.type != "cpu":
+        weights = self.weights
+        if weights.words.device.type != "cpu":
             raise ValueError(
-                f"the weights are packed for a CPU, and the model is on {self.words.device}: move it back with "
+                f"the weights are packed for a CPU, and the model is on {weights.words.device}: move it back with "
                 'model.to("cpu"), or load it again for that device'
             )
-        output = torch.ops.residual_mass.multiply(x, *self.weights)
+        # Graphs take it as one operation, whose way through the dispatcher to Python takes as long as a small product.
+        multiply = torch.ops.residual_mass.multiply if torch.compiler.is_compiling() else products.multiply
+        output = multiply(x, *weights)
         return output if self.bias is None else output + self.bias.to(x.dtype)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
