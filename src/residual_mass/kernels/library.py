@@ -117,7 +117,8 @@ class Library:
 
     def multiply(self, weights: Weights, x: Tensor, output: Tensor, first: int = 0) -> None:
         """Writes the products [M, N] of x [M, K] with a weight to columns of `output`, from `first` on; x and output
-        are contiguous, both float32 or both bfloat16.
+        are contiguous, both float32 or both bfloat16. What `load` returns serves torch's dispatcher as well
+        (`operations.py`), which takes less time; this serves any library.
         """
         count, columns = x.shape
         weight = self._weights(weights, columns)
