@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -80,7 +79,7 @@ def quick_headers() -> Iterator[None]:
         yield
 
 
-def packed_model(file: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def packed_model(reader: Reader, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Loads the model of a file for a CPU, packed.
 
     Args:
@@ -93,7 +92,6 @@ def packed_model(file: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
     """
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    reader = Reader(file)
     architecture = reader.fields["general.architecture"].contents()
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
@@ -114,7 +112,7 @@ def packed_model(file: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pr
     divide_frequencies(model, reader)
     packed = sum(layer.out_features * layer.in_features for layer in layers)
     share = packed / (packed + sum(parameter.numel() for parameter in model.parameters()))
-    seal(model, layers, share, f"{file.stat().st_size / 2**20:.1f} in its file")
+    seal(model, layers, share, f"{len(reader.data) / 2**20:.1f} in its file")
     return model
 
 
@@ -192,6 +190,12 @@ def fill(model: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype)
     missing = [name for name, tensor in model.named_parameters() if tensor.device.type == "meta"]
     if missing:
         raise ValueError(f"it lacks tensors ({len(missing)}, first {missing[0]})")
+
+
+def ends_of(reader: GGUFReader) -> list[int]:
+    """Returns the tokens that end a text, a turn or a message by the header of a file."""
+    fields = [reader.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return sorted({int(field.contents()) for field in fields if field is not None})
 
 
 def divide_frequencies(model: PreTrainedModel, reader: GGUFReader) -> None:

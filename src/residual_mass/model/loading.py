@@ -178,20 +178,24 @@ def load_gguf(
 
 def gguf_model(file: Path, dtype: torch.dtype, packed: bool) -> PreTrainedModel:
     """See `load_gguf`."""
-    from residual_mass.model.gguf_file import Reader, divide_frequencies, packed_model, quick_headers
+    from residual_mass.model.gguf_file import Reader, divide_frequencies, ends_of, packed_model, quick_headers
 
     where, options = _location(str(file), "", "gguf", Path())
     config = load_config(where, **options)
     with one_line_errors(str(file)), quick_headers():
+        reader = Reader(file)
+        model = None
         if packed:
             with suppress(NotImplementedError):  # names of tensors that only transformers knows
-                return packed_model(file, config, dtype).eval().requires_grad_(False)
-        model = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, trust_remote_code=False, **options
-        )
-        divide_frequencies(model, Reader(file))
-    model = model.eval().requires_grad_(False)
-    return pack_weights(model) if packed else model
+                model = packed_model(reader, config, dtype)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                where, config=config, dtype=dtype, trust_remote_code=False, **options
+            )
+            divide_frequencies(model, reader)
+            model = pack_weights(model.eval()) if packed else model
+        model.generation_config.eos_token_id = ends_of(reader) or model.generation_config.eos_token_id
+    return model.eval().requires_grad_(False)
 
 
 def load_backbone(

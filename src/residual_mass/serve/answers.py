@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,9 @@ from residual_mass.serve.sampling import Sampling
 from residual_mass.spec.settings import AnchorSpec
 
 log = logging.getLogger(__name__)
+
+BEHIND = 8
+"""Last tokens of a prompt that say how a tokenizer joins the first one of a completion."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Question:
         top: likeliest tokens to report; None without logarithms.
         keep: whether kept beginnings are used, and the text is kept.
         special: whether the answer's text has special tokens, but for the one that ends it.
+        joined: whether the answer's text goes on in that of the prompt, as a completion does.
+        ends: further tokens that end it.
         cached: tokens of the prompt that were not read anew, known once the answer begins.
         generated: number of new tokens so far.
     """
@@ -76,6 +81,8 @@ class Question:
     top: int | None = None
     keep: bool = True
     special: bool = False
+    joined: bool = False
+    ends: frozenset[int] = frozenset()
     cached: int = 0
     generated: int = 0
 
@@ -151,7 +158,9 @@ class Answers:
             if left():
                 raise Left
             logits = text.read(ids[:, text.tokens : self._end_of_piece(text.tokens, ids.shape[1])])
-            self._advance(text, beginning, ids)
+            beginning.ids = ids[0, : text.tokens]
+            if text.tokens % STRIDE == 0:
+                beginning.mark()
         return logits
 
     def _shortest(self, tokens: int) -> int:
@@ -163,18 +172,15 @@ class Answers:
         within = max(start, self._shortest(tokens))
         return min((within // STRIDE + 1) * STRIDE, tokens)
 
-    def _advance(self, text: Text, beginning: KeptText, ids: Tensor) -> None:
-        beginning.ids = ids[0, : text.tokens]
-        if text.tokens % STRIDE == 0:
-            beginning.mark()
-
     def _continued(
         self, text: Text, beginning: KeptText, question: Question, ids: Tensor, logits: Tensor, left: Callable[[], bool]
     ) -> Iterator[Piece]:
         sampling = question.sampling
         grammar = sampling.grammar
         generator = sampling.generator(question.number)
-        writer = Writer(self.tokenizer, question.stops, question.special)
+        ends = self.ends | question.ends
+        behind = question.ids[-BEHIND:] if question.joined else []
+        writer = Writer(self.tokenizer, question.stops, question.special, behind)
         while True:
             if left():
                 raise Left
@@ -186,8 +192,8 @@ class Answers:
             question.generated += 1
             logprob = () if question.top is None else (log_prob(raw[0], token, question.top),)
             ids = torch.cat((ids, torch.tensor([[token]])), 1)
-            ended = token in self.ends or (grammar is not None and grammar.follow(token))
-            piece = "" if token in self.ends else writer.add(token)
+            ended = token in ends or (grammar is not None and grammar.follow(token))
+            piece = "" if token in ends else writer.add(token)
             if ended or writer.stopped:
                 yield Piece(piece + writer.rest(), logprob, "stop")
                 return
@@ -196,7 +202,8 @@ class Answers:
                 return
             yield Piece(piece, logprob)
             logits = text.step(ids[:, -1:])
-            self._advance(text, beginning, ids)
+            # Not marked: what shares a part of the answer alone is read, as it would be if nothing were kept.
+            beginning.ids = ids[0, : text.tokens]
 
     @torch.no_grad()
     def prompt_logprobs(self, ids: list[int], top: int, left: Callable[[], bool]) -> Iterator[LogProb]:
@@ -232,18 +239,25 @@ class Writer:
 
     Args:
         special: whether special tokens are part of the text.
+        behind: tokens before the text, if it goes on in theirs.
 
     Attributes:
         stopped: whether a stop string has come; it and what follows is no part of the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], special: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: list[str],
+        special: bool = False,
+        behind: Sequence[int] = (),
+    ) -> None:
         self.tokenizer = tokenizer
         self.special = special
         self.stops = stops
         self.stopped = False
-        self.ids: list[int] = []
-        self._shown = 0
+        self.ids = list(behind)
+        self._shown = len(self.ids)
         """Tokens before those whose text is not complete."""
         self._before = 0
         """Tokens from which on a tokenizer joins the next one as in the whole text."""

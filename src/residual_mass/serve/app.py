@@ -167,7 +167,8 @@ class Guard:
         if origin is not None and not self.access.lets_pages(origin):
             return error_of(f"web pages of {origin} may not ask: allow them with --cors", 403)
         key = self.access.api_key
-        given = headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        given = given if scheme.lower() == "bearer" else ""
         # compare_digest takes equally long wherever keys differ, so that none can be guessed by parts.
         if key is not None and path != "/health" and not hmac.compare_digest(given.encode(), key.encode()):
             return error_of("the API key is missing or wrong: send it as a Bearer token", 401)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-FIELDS = {"content": "content", "reasoning_content": "reasoning_content", "thinking": "reasoning_content"}
+FIELDS = {"content": "content"} | dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "reasoning_content")
 """Parts that are texts, and where a message has them."""
 
 
@@ -36,8 +37,11 @@ class Parts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int], tools: list[dict[str, Any]]) -> None:
         self.parser: Any = tokenizer.get_response_parser(prefix=tokenizer.decode(prompt), tools=tools)
         self.calls = 0
+        self._end_of_call = end_of_call(tokenizer.response_template)
         self._unsaid = ""
         """Text whose part is not known or not complete."""
+        self._broken = False
+        """Whether a call that is told now would be one that breaks off."""
 
     def add(self, text: str) -> Iterator[dict[str, Any]]:
         """Takes more text, with special tokens; yields deltas of a message."""
@@ -49,6 +53,8 @@ class Parts:
 
     def rest(self) -> Iterator[dict[str, Any]]:
         """Yields the deltas that are left at the end of the answer."""
+        # Transformers closes what is open, and its parsers of arguments take a part of them for all.
+        self._broken = self._end_of_call is not None and self._end_of_call.search(self._unsaid) is None
         yield from self._said(lambda: self.parser.finalize()[1])
         yield from self._as_text()
 
@@ -66,6 +72,8 @@ class Parts:
             self._unsaid = self._unsaid.partition(event["text"])[2]
             yield {FIELDS[field]: event["text"]}
         elif kind == "region_close" and field == "tool_calls":
+            if self._broken:
+                raise ValueError("the call breaks off")
             value = event["value"]
             for call in value if isinstance(value, list) else [value]:
                 name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -81,3 +89,13 @@ class Parts:
         if self._unsaid and self.parser is None:
             yield {"content": self._unsaid}
             self._unsaid = ""
+
+
+def end_of_call(template: dict[str, Any]) -> re.Pattern[str] | None:
+    """Returns what a template declares to end a call; None if the end of the answer does."""
+    declared = template["fields"].get("tool_calls", {})
+    if "close_pattern" in declared:
+        return re.compile(declared["close_pattern"], re.DOTALL)
+    literals = declared.get("close", [])
+    literals = [literals] if isinstance(literals, str) else literals
+    return re.compile("|".join(map(re.escape, literals))) if literals else None

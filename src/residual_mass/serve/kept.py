@@ -52,11 +52,12 @@ class KeptText:
         return self.cache.nbytes + sum(mark.nbytes for mark in self.marks.values())
 
     def mark(self) -> None:
-        """Marks the text as it is now; marks far from its end get sparse."""
+        """Marks the text as it is now; marks far from its end get sparse, but for the last end of an answer."""
         tokens = self.cache.get_seq_length()
         self.marks[tokens] = mark_of(self.cache)
+        last_end = max((place for place in self.marks if place % STRIDE), default=0)
         for place in list(self.marks):
-            if place < tokens - NEAR * STRIDE and place % FAR_STRIDE:
+            if place < tokens - NEAR * STRIDE and place % FAR_STRIDE and place != last_end:
                 del self.marks[place]
 
     def best(self, ids: Tensor) -> int:
@@ -72,9 +73,11 @@ class KeptText:
         return self if last == len(self.ids) else self.at(last) if last else KeptText(self.ids[:0], self.cache)
 
     def at(self, place: int) -> KeptText:
-        """Returns a text that begins with the first tokens of this one and goes on by itself."""
+        """Returns a text that begins with the first tokens of this one and goes on by itself. It can go back to there,
+        so that the same request goes on from the same place when it comes again.
+        """
         mark = mark_of(self.cache) if place == len(self.ids) else self.marks[place]
-        marks = {tokens: held for tokens, held in self.marks.items() if tokens <= place}
+        marks = {tokens: held for tokens, held in self.marks.items() if tokens < place} | {place: mark}
         return KeptText(self.ids[:place], cache_at(self.cache, mark), marks)
 
 
@@ -149,13 +152,15 @@ class Kept:
                 continue
             try:
                 cache = self.make().load(path)
+            except OSError as error:
+                log.warning("not read: %s", error)
+                continue
             except ValueError as error:
                 log.warning("not used: %s", error)
-                path.unlink(missing_ok=True)
+                remove(path)
                 continue
             if cache.get_seq_length() == length:
-                # `_bound_folder` takes the time of change for that of the last use.
-                path.touch()
+                used(path)
                 text = KeptText(ids[:length].clone(), cache)
                 text.mark()
                 return text
@@ -168,7 +173,7 @@ class Kept:
         for place in {len(text.ids), *sorted(text.marks)[-1:]}:
             path = self._path(text.ids[:place])
             if path.is_file():
-                path.touch()
+                used(path)
                 continue
             try:
                 # Keys and values reveal the texts, which other users must not read.
@@ -189,10 +194,23 @@ class Kept:
             # Removed files count, too, so that everything older than the first of them goes.
             total += size
             if total > self.folder_limit:
-                file.unlink(missing_ok=True)
+                remove(file)
 
     def _path(self, ids: Tensor) -> Path:
         return self.folder / f"{len(ids)}-{digest_of(ids).hex()}.safetensors"
+
+
+def used(path: Path) -> None:
+    """Notes that a file was used now: `_bound_folder` takes the time of its change for that of its last use."""
+    with suppress(OSError):  # a folder that can only be read still serves
+        path.touch()
+
+
+def remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("not removed: %s", error)
 
 
 def digest_of(ids: Tensor) -> bytes:

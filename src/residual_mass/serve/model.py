@@ -136,7 +136,9 @@ def service_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name:
     # A packed cache lacks what a model with recurrent states keeps besides.
     keeps = not keeps_states(model)
     kept = Kept(make, flags.memory * 2**20 if keeps else 0, folder if keeps else None, flags.keep_size * 2**20)
-    answers = Answers(model, tokenizer, arm, kept, end_tokens(model), flags.compile)
+    # A chat model's configuration may still name the end of its base model's texts alone.
+    ends = end_tokens(model) | {end for end in (tokenizer.eos_token_id,) if end is not None}
+    answers = Answers(model, tokenizer, arm, kept, ends, flags.compile)
     config = text_config(model)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     vocabulary = model.get_output_embeddings().out_features

@@ -46,7 +46,9 @@ class Bad(ValueError):
 
 
 class Closed(BaseModel):
-    """An object without other fields than its own, unless they are null: clients send back all that they know of."""
+    """An object without other fields than its own. Null is the same as no field, known or not: clients send back all
+    that they know of.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -55,8 +57,8 @@ class Closed(BaseModel):
     def _without_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        own = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: each for name, each in value.items() if each is not None or name in own}
+        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: each for name, each in value.items() if each is not None or name in needed}
 
 
 class StreamOptions(Closed):
@@ -179,6 +181,7 @@ class TextPart(Closed):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    cache_control: Any = None  # beginnings are found by their tokens
 
 
 class CalledFunction(Closed):

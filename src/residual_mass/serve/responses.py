@@ -11,11 +11,12 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from residual_mass.serve.answers import LogProb, Piece, Question
-from residual_mass.serve.protocol import COMMON_IGNORED, Bad, ChatRequest, Closed, JsonSchema, Sampled, TextPart
+from residual_mass.serve.protocol import COMMON_IGNORED, ChatRequest, Closed, JsonSchema, Sampled, TextPart
 from residual_mass.serve.service import Service
+from residual_mass.serve.shapes import is_clients
 
 
 class InputMessage(Closed):
@@ -41,12 +42,16 @@ class TextSettings(Closed):
     verbosity: str | None = None  # for other models
 
 
+LOGPROBS = "message.output_text.logprobs"
+
+
 class ResponsesRequest(Sampled):
     """A request to /v1/responses."""
 
     IGNORED: ClassVar[dict[str, str]] = COMMON_IGNORED | {
-        "include": "there is nothing more",
         "truncation": "nothing is cut",
+        "tool_choice": "there are no tools here",
+        "parallel_tool_calls": "there are no tools here",
     }
     REFUSED: ClassVar[dict[str, str]] = {
         "previous_response_id": "no answer is stored: send the whole conversation as input",
@@ -61,6 +66,14 @@ class ResponsesRequest(Sampled):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextSettings | None = None
+    include: list[str] | None = None
+
+    @field_validator("include")
+    @classmethod
+    def _what_there_is(cls, value: Any) -> Any:
+        if LOGPROBS in (value or []):
+            raise ValueError(f"for {LOGPROBS} take /v1/chat/completions; leave it out")
+        return value  # there is nothing of the others, such as the results of searches
 
 
 ALWAYS = {
@@ -89,7 +102,7 @@ def chat_of(asked: ResponsesRequest) -> ChatRequest:
     given = [{"role": "user", "content": asked.input}]
     if not isinstance(asked.input, str):
         given = [message.model_dump(include={"role", "content"}) for message in asked.input]
-    own = {"input", "instructions", "max_output_tokens", "stop", "text"}
+    own = {"input", "instructions", "max_output_tokens", "stop", "text", "include"}
     shared = asked.model_dump(exclude=own, exclude_none=True)
     if asked.text is not None and asked.text.format is not None:
         shared["response_format"] = asked.text.format.asked
@@ -183,7 +196,7 @@ async def response_events(
                 texts.append(piece.text)
                 yield event("response.output_text.delta", **place, delta=piece.text, logprobs=[])
     except Exception as error:
-        code = "invalid_prompt" if isinstance(error, Bad) else "server_error"
+        code = "invalid_prompt" if is_clients(error) else "server_error"
         failed = {**response.body(None, None), "status": "failed"}
         yield event("response.failed", response={**failed, "error": {"code": code, "message": str(error)}})
         return

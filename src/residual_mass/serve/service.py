@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from residual_mass.serve.answers import Answers, Question
 from residual_mass.serve.calls import declares_parts
 from residual_mass.serve.prompts import Prompts
-from residual_mass.serve.protocol import Bad, ChatRequest, Sampled
+from residual_mass.serve.protocol import Bad, ChatRequest, CompletionRequest, Sampled
 from residual_mass.serve.sampling import Grammars, Sampling
+from residual_mass.serve.tokens import TokenBytes
 from residual_mass.serve.worker import Worker
 
 
@@ -32,6 +33,7 @@ class Service:
     def __post_init__(self) -> None:
         self.vocabulary = self.prompts.vocabulary
         self.grammars = Grammars(self.answers.tokenizer, self.vocabulary, self.answers.ends)
+        self.bytes = TokenBytes(self.answers.tokenizer)
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name != self.name:
@@ -53,13 +55,24 @@ class Service:
         if getattr(request, "top_logprobs", None) is not None and not request.logprobs:
             raise Bad("top_logprobs: it needs logprobs=true", "top_logprobs")
         grammar = self.grammars.of(getattr(request, "response_format", None))
+        joined = isinstance(request, CompletionRequest)
+        stops = request.stop or []
+        ends = self._special(stops)
         questions = []
         for ids in prompts:
             for number in range(request.n or 1):
                 own = None if grammar is None else grammar.copy()
                 sampling = Sampling(request, self.answers.model.generation_config, self.vocabulary, own)
                 limit = self.prompts.room(ids, request.limit)
-                stops = request.stop or []
                 kept = request.cache_prompt is not False
-                questions.append(Question(ids, limit, stops, sampling, number, request.top, kept, special))
+                question = Question(
+                    ids, limit, stops, sampling, number, request.top, kept, special, joined=joined, ends=ends
+                )
+                questions.append(question)
         return questions
+
+    def _special(self, stops: list[str]) -> frozenset[int]:
+        """Returns the special tokens among stop strings, which the text of an answer does not show."""
+        special = set(self.answers.tokenizer.all_special_ids)
+        ids = self.answers.tokenizer.get_added_vocab()
+        return frozenset(ids[stop] for stop in stops if ids.get(stop) in special)

@@ -50,7 +50,7 @@ class Shape(ABC):
                 yield event({**self.head, "object": self.chunk, "choices": [], "usage": usage_of(questions)})
         except Exception as error:
             message = " ".join(str(error).split())
-            kind = "invalid_request_error" if isinstance(error, Bad) else "server_error"
+            kind = "invalid_request_error" if is_clients(error) else "server_error"
             yield event({"error": {"message": message, "type": kind, "param": None, "code": None}})
         finally:
             await pieces.aclose()
@@ -65,7 +65,12 @@ class Shape(ABC):
         """Yields what a stream says of a piece."""
 
     def written(self, token: int) -> str:
-        return self.service.answers.tokenizer.decode([token])
+        """Returns the text of a token; `bytes:` and their escapes if it is no whole characters, as OpenAI's."""
+        data = self.service.bytes[token]
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{each:02x}" for each in data)
 
 
 class ChatShape(Shape):
@@ -126,8 +131,7 @@ class ChatShape(Shape):
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, value: float | None) -> dict[str, Any]:
-        text = self.written(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": self.written(token), "logprob": value, "bytes": list(self.service.bytes[token])}
 
 
 class CompletionShape(Shape):
@@ -135,28 +139,38 @@ class CompletionShape(Shape):
     chunk = "text_completion"
     prefix = "cmpl"
 
+    def __init__(self, service: Service, asked: Any) -> None:
+        super().__init__(service, asked)
+        self.special = set(service.answers.tokenizer.all_special_ids)
+        self.offsets: dict[int, int] = {}
+        """Characters of a choice so far."""
+
     def choice(self, number: int, text: str, logprobs: list[LogProb], finish: str | None) -> dict[str, Any]:
-        return {"index": number, "text": text, "logprobs": self._logprobs(logprobs), "finish_reason": finish}
+        return {"index": number, "text": text, "logprobs": self._logprobs(number, logprobs), "finish_reason": finish}
 
     def deltas(self, number: int, piece: Piece, first: bool) -> Iterator[dict[str, Any]]:
         if piece.text or piece.logprobs or piece.finish is not None:
             yield self.choice(number, piece.text, list(piece.logprobs), piece.finish)
 
-    def _logprobs(self, logprobs: list[LogProb]) -> dict[str, Any] | None:
+    def _logprobs(self, number: int, logprobs: list[LogProb]) -> dict[str, Any] | None:
         if self.asked.top is None:
             return None
         tokens = [self.written(each.token) for each in logprobs]
         offsets = []
-        length = 0
-        for token in tokens:
-            offsets.append(length)
-            length += len(token)
+        for each in logprobs:
+            offsets.append(self.offsets.setdefault(number, 0))
+            self.offsets[number] += self._characters(each.token)
         likeliest = []
         for each in logprobs:
             values = {self.written(token): value for token, value in each.top}
             likeliest.append(None if each.value is None else values | {self.written(each.token): each.value})
         values = [each.value for each in logprobs]
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": offsets}
+
+    def _characters(self, token: int) -> int:
+        """Returns how many characters begin with a token; none with a special one, which the text does not show."""
+        # The bytes after the first one of a character are 10xxxxxx.
+        return 0 if token in self.special else sum(byte & 0xC0 != 0x80 for byte in self.service.bytes[token])
 
 
 def usage_of(questions: list[Question]) -> dict[str, Any]:
@@ -170,6 +184,11 @@ def usage_of(questions: list[Question]) -> dict[str, Any]:
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def is_clients(error: Exception) -> bool:
+    """Returns whether an error is a mistake of the client."""
+    return isinstance(error, Bad) and error.status < 500
 
 
 def event(content: dict[str, Any]) -> str:

@@ -175,6 +175,8 @@ def test_responses(asking: Asking) -> None:
     assert "".join(part["delta"] for part in parts if part["type"] == "response.output_text.delta") == text
     talk = [{"role": "user", "content": [{"type": "input_text", "text": "Tell a tale."}]}]
     assert asking.post("responses", {**body, "input": talk})[1]["output"][0]["content"][0]["text"] == text
+    nothing = {"include": ["reasoning.encrypted_content"], "tool_choice": "auto", "parallel_tool_calls": True}
+    assert asking.post("responses", {**body, **nothing})[1]["output"][0]["content"][0]["text"] == text
     nothing = {"tools": [], "background": False, "text": {"format": {"type": "text"}}, "previous_response_id": None}
     assert asking.post("responses", {**body, **nothing})[1]["output"][0]["content"][0]["text"] == text
     schema = {"type": "json_schema", "name": "a", "schema": {"enum": ["red"]}}
@@ -182,7 +184,7 @@ def test_responses(asking: Asking) -> None:
     assert json.loads(chosen["output"][0]["content"][0]["text"]) == "red" and chosen["text"]["format"] == schema
     for wrong in (
         {"n": 2}, {"previous_response_id": "a"}, {"tools": [1]}, {"background": True}, {"input": []}, {"input": 5},
-        {"text": {"format": {"type": "xml"}}},
+        {"text": {"format": {"type": "xml"}}}, {"include": ["message.output_text.logprobs"]},
     ):  # fmt: skip
         assert asking.refusal("responses", {**body, **wrong})["param"] == next(iter(wrong))
 
@@ -231,7 +233,7 @@ def test_the_host_header(model: PreTrainedModel) -> None:
 
 def test_the_key(model: PreTrainedModel) -> None:
     asking = Asking(served(model), Access("127.0.0.1", api_key="secret"))
-    assert statuses(asking, "authorization", ["Bearer secret"]) == [200]
+    assert statuses(asking, "authorization", ["Bearer secret", "bearer secret"]) == [200, 200]
     wrong = ["", "Bearer", "Bearer secre", "Bearer secret2", "Basic secret", "Bearer s\u00e9cret"]
     assert statuses(asking, "authorization", [value.encode("latin-1") for value in wrong]) == [401] * 6
     assert asking.http.get("/health").status_code == 200 and asking.http.get("/openapi.json").status_code == 401

@@ -98,6 +98,29 @@ def test_an_answer_whole_and_streamed(asking: Asking, answer: str, monkeypatch: 
     assert places == list(range(len(calls)))
 
 
+INLINE = TEMPLATE | {"fields": TEMPLATE["fields"] | {
+    "reasoning": {"open": "<r>", "close": "</r>", "content": "text"},
+    "tool_calls": {
+        "open_pattern": r"<call=(?P<name>\w+)>", "close_pattern": r"</call>\s*", "repeats": True,
+        "content": "xml-inline", "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    },
+}}  # fmt: skip
+"""Arguments in tags, of which transformers takes a part for all."""
+
+
+@pytest.mark.parametrize("length", range(1, 55))
+def test_a_call_that_breaks_off_is_text(length: int) -> None:
+    answer = "<r>Go.</r><call=weather><city>Oslo</city><days>2</days></call>"
+    tokenizer = byte_tokenizer()
+    tokenizer.response_template = INLINE
+    parts = Parts(tokenizer, [], TOOLS)
+    text, reasoning, calls = message([*parts.add(answer[: len(answer) - length]), *parts.rest()])
+    assert not calls and (length > 51 or reasoning + text == "Go." + answer[len("<r>Go.</r>") : -length])
+    whole = Parts(tokenizer, [], TOOLS)
+    assert message([*whole.add(answer), *whole.rest()]) == ("", "Go.", [CALL])
+
+
 def test_calls_go_back_into_the_history(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the client got them; an answer that a limit ends keeps its reason, and JSON of a schema is no call."""
     written = [*asking.service.answers.tokenizer(OSLO).input_ids, 1]

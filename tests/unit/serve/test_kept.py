@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 
@@ -129,6 +130,48 @@ def test_branches_go_on_by_themselves(model: PreTrainedModel) -> None:
         assert text == asked(alone, first, 30)[0]
         assert all(each == asked(alone, prompt[:-40] + branches[number]) for each in found[:1])
         assert {each for each, _ in found} == {found[0][0]} and found[0][1] == 629
+
+
+def test_the_same_further_turn_again(model: PreTrainedModel) -> None:
+    """As a client sends it that asks for another answer, or tries again: it goes on from where the first one did."""
+    asking = Asking(served(model))
+    first = ids_of(0, 300)
+    text, _ = asked(asking, first, 60)
+    turn = first + asking.service.answers.tokenizer(text).input_ids + ids_of(1, 24)
+    answers = [asked(asking, turn, length) for length in (40, 40, 1, 40)]
+    assert answers[0] == answers[1] == answers[3] and answers[2] == (answers[0][0][:1], 359)
+    assert asked(asking, turn + ids_of(2, 1600), 4)[1] == 384  # marks before it get sparse
+    assert asked(asking, turn, 40) == answers[0]
+
+
+def test_what_shares_a_part_of_an_answer_is_read(model: PreTrainedModel) -> None:
+    """An answer that was edited: as a server that keeps nothing."""
+    asking = Asking(served(model))
+    first = ids_of(0, 300)
+    text, _ = asked(asking, first, 200)
+    for length in (20, 90, 190):
+        prompt = first + asking.service.answers.tokenizer(text[:length]).input_ids + ids_of(length, 30)
+        assert asked(asking, prompt, 20)[0] == asked(asking, prompt, 20, cache_prompt=False)[0]
+
+
+def test_a_folder_that_cannot_be_changed(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its texts serve, and what cannot be removed is left."""
+    asking = Asking(served(model, "--method", "cache8", "--keep", str(tmp_path)))
+    expected = asked(asking, ids_of(0, 300))
+    kept = asking.service.answers.kept
+    kept.save()
+    kept.texts.clear()
+    kept.folder_limit = 0
+
+    def refuse(path: Path, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert asked(asking, ids_of(0, 300)) == (expected[0], 256)
+    kept.save()
 
 
 def test_marks_get_sparse_far_from_the_end(model: PreTrainedModel) -> None:

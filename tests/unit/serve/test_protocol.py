@@ -121,6 +121,23 @@ def test_null_is_the_default_of_every_field(asking: Asking, path: str) -> None:
     assert status == 200 and answer["choices"] == asking.post(path, body)[1]["choices"]
 
 
+def test_null_is_the_default_of_fields_within_others(asking: Asking) -> None:
+    """As clients send them that write all the fields they know of."""
+    call = {"id": "a", "type": None, "index": None, "function": {"name": "look", "arguments": None}}
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi.", "annotations": None, "cache_control": None}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "1", "tool_call_id": "a"},
+    ]
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": None, "strict": None}}
+    body = {"messages": history, "max_tokens": 3, "response_format": form}
+    assert asking.post("chat/completions", body)[0] == 200
+    options = {"stream": True, "stream_options": {"include_usage": None}}
+    assert asking.post("completions", {**COMPLETION, **options})[0] == 200
+    error = asking.refusal("chat/completions", {"messages": [{"role": None, "content": "a"}]})
+    assert error["message"].startswith("messages.0.role: ")
+
+
 def test_the_fields_are_on_the_page_of_the_interface(asking: Asking) -> None:
     text = asking.http.get("/openapi.json").text
     page = json.loads(text)
