@@ -81,6 +81,11 @@ class Backend(ABC):
         """Runs `call`, one step of the model, which returns logits; a backend may record it once and replay it."""
         return call(ids, positions)
 
+    def require_seen(self, real: Tensor) -> None:  # noqa: B027  most backends follow every mask
+        """Raises ValueError unless a further turn reads the columns that are real, [B, C] bool of those that are held
+        and of those to read, and no others.
+        """
+
     def crop(self, tokens: int) -> None:
         """Forgets the last tokens of every row, which were steps."""
         raise ValueError(f"the {self.name} backend forgets no tokens")

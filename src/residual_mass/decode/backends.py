@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from residual_mass.core.accounting import Terms
 from residual_mass.decode.backend import CacheBackend
-from residual_mass.decode.packed_backend import PackedBackend, PackedCache
+from residual_mass.decode.packed_backend import PackedBackend, PackedCache, PackedLayer
 from residual_mass.decode.terms import prefix_terms
 from residual_mass.decode.told import tell_once
 from residual_mass.decode.torch_backend import TorchBackend, with_room
@@ -21,6 +22,7 @@ from residual_mass.gpu.backend import TritonBackend
 from residual_mass.gpu.device import kernels_run_on
 from residual_mass.methods.arms import Arm
 from residual_mass.methods.served import backends_of
+from residual_mass.model.layers import attention_layers, text_config, window_of
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.spec.arms import ArmSpec
 from residual_mass.spec.settings import AnchorSpec
@@ -50,8 +52,11 @@ def backend_for(
         kinds: backends to ask.
 
     Raises:
-        ValueError: `cache` holds tokens and is for another method; no backend among `kinds` serves.
+        ValueError: `cache` holds tokens and is for another method, or was left within a call; no backend among `kinds`
+            serves.
     """
+    if cache is not None:
+        require_one_length(model, cache)
     if isinstance(cache, PackedCache):
         return PackedBackend(model, arm, anchors, cache)
     if cache is not None and cache.get_seq_length() > 0:
@@ -66,6 +71,22 @@ def backend_for(
             return kind.open(model, arm, anchors, phi, cache, room)
         reasons.append(f"{kind.name}: {reason}")
     raise ValueError(f"no backend serves {arm.rule.name}: {'; '.join(reasons)}")
+
+
+def require_one_length(model: PreTrainedModel, cache: Cache) -> None:
+    """Raises ValueError if layers that read the whole text hold different numbers of tokens, as after a call that was
+    interrupted.
+    """
+    if getattr(text_config(model), "num_kv_shared_layers", 0):
+        return  # layers that share keys hold none
+    indices = [layer.layer_idx for layer in attention_layers(model) if window_of(layer) is None]
+    held = [cache.layers[index] for index in indices if index < len(cache.layers)]
+    lengths = {layer.get_seq_length() for layer in held if isinstance(layer, (PackedLayer, DynamicLayer))}
+    if len(lengths) > 1:
+        raise ValueError(
+            f"layers of the {type(cache).__name__} hold {min(lengths)} to {max(lengths)} tokens, because a call of the "
+            "model was interrupted: read the text again into a new cache"
+        )
 
 
 def _tell_torch(model: PreTrainedModel, arm: Arm | ArmSpec, reason: str) -> None:

@@ -109,7 +109,8 @@ def leaves_model(*parts: Any) -> bool:
     """
     for part in parts:
         if part is not None and not getattr(part, "leaves_model", False):
-            held = filter(callable, vars(part).values())  # a processor may hold a function of its user
+            # A processor may hold a function of its user.
+            held = filter(callable, getattr(part, "__dict__", {}).values())
             if not all(_is_ours(each) or inspect.isbuiltin(each) for each in (part, *held)):
                 return False
     return True

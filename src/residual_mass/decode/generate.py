@@ -28,7 +28,7 @@ from transformers.generation import (
 
 from residual_mass.decode.backends import backend_for, require_maps
 from residual_mass.decode.compiled import leaves_model, step_for
-from residual_mass.decode.generation_settings import require_settings
+from residual_mass.decode.generation_settings import REFUSED, require_settings
 from residual_mass.decode.packed_backend import PackedCache
 from residual_mass.decode.supported import require_served
 from residual_mass.decode.text import Text
@@ -91,6 +91,11 @@ def partial_generate(
     if model.get_output_embeddings() is None:
         raise ValueError(f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
     prompt = input_ids.to(device_of(model))
+    if unwrapped(model).generation_config.stop_strings is not None:
+        raise ValueError(
+            "the model's generation config has stop_strings, which need a tokenizer: generate within partial_kv, with "
+            "model.generate(..., tokenizer=tokenizer)"
+        )
     ends = end_tokens(model, eos_token_id)
     return model.generate(
         prompt,
@@ -218,14 +223,19 @@ class Session:
         self.partial_calls: Counter[int] = decoding.steps
         # The method itself: the context replaces the model's attribute by `Session.generate` afterwards.
         self._generate = model.generate
+        self._own = id(self)
 
     def generate(self, *args: Any, streamer: BaseStreamer | None = None, tokenizer: Any = None, **options: Any) -> Any:
         """Generates as `model.generate` does, by the method."""
+        if self._own != id(self):
+            raise ValueError("the model was copied within partial_kv, whose method it has: copy it outside")
         for name in ("custom_generate", "assistant_model"):
             if options.get(name) is not None:
                 raise ValueError(f"within partial_kv the method decodes, one token a step: leave out {name}")
-        config = options.get("generation_config") or self.model.generation_config
-        stops = options.get("stop_strings", config.stop_strings)
+        config = options.get("generation_config") or next(iter(args[1:2]), None) or self.model.generation_config
+        stops = options.get("stop_strings", config.stop_strings or self.model.generation_config.stop_strings)
+        if options.get("token_healing", config.token_healing):
+            raise ValueError(REFUSED["token_healing"][1])
         if stops is not None and tokenizer is not None:  # `generate` passes no tokenizer to a loop that is not its own
             stop = StopStringCriteria(getattr(tokenizer, "tokenizer", tokenizer), stops)
             criteria = options.get("stopping_criteria") or ()
@@ -276,6 +286,11 @@ class Decoding:
         """Continues texts [B, L] with the options that `generate` prepared."""
         config = options["generation_config"]
         self.require(model)
+        if "prepare_inputs_for_generation" in vars(model):
+            raise ValueError(
+                "the adapter prepares the inputs of every step, as soft prompts of PEFT do, and our loop reads tokens "
+                "alone: generate without a method, or with an adapter that can be merged into the weights"
+            )
         require_settings(config)
         if config.cache_implementation is not None:
             options = options | {"past_key_values": None}  # `generate` has made it; the backend keeps keys in its own

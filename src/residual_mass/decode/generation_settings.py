@@ -14,7 +14,7 @@ SERVED = frozenset(
     do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff num_return_sequences
     repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     renormalize_logits remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    sequence_bias forced_bos_token_id forced_eos_token_id token_healing watermarking_config
+    sequence_bias forced_bos_token_id forced_eos_token_id watermarking_config
     return_dict_in_generate output_scores output_logits
     """.split()
 )
@@ -50,6 +50,11 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a partial step reads one text, but guidance_scale needs a second one: leave it out",
     ),
     "is_assistant": (bool, NO_DRAFTS),
+    "token_healing": (
+        bool,
+        "a method goes on from the prompt's tokens as they are: heal them by model.heal_tokens(ids, tokenizer), and "
+        "leave out token_healing",
+    ),
 }
 """Settings that are refused in every mode: which of their values, and the line."""
 PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)

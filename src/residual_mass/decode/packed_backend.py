@@ -337,6 +337,8 @@ class PackedBackend(CacheBackend):
 
     def read(self, call: LayerCall) -> Tensor:
         layer = self._layer(call)
+        if layer.packed is not None and layer.packed.batch > 1:
+            raise ValueError("a further turn on a PackedCache takes one prompt, not several")
         layer.tokens += call.key.shape[2]
         if layer.packed is None:
             layer.lazy_initialization(call.key, call.value)
@@ -344,9 +346,16 @@ class PackedBackend(CacheBackend):
             output = exact_attention(*call)
             layer.packed = self._packed(call.key, call.value, call.mask)
             return output
-        if layer.packed.batch > 1:
-            raise ValueError("a further turn on a PackedCache takes one prompt, not several")
         return attended(layer.packed.read, call)
+
+    def require_seen(self, real: Tensor) -> None:
+        held = self.cache.packed_layers[0].packed
+        counts = [] if held is None else held.tokens
+        if not bool(real[:, self.tokens :].all()) or real[:, : self.tokens].sum(1).tolist() != list(counts):
+            raise ValueError(
+                "a further turn over a PackedCache reads all of its tokens, and the attention_mask hides some: leave "
+                "them out of the ids, or read the whole text into a new cache"
+            )
 
     def step(self, call: LayerCall) -> Tensor:
         layer = self._layer(call)
@@ -430,6 +439,9 @@ def packing_refusal(model: PreTrainedModel, method: Method) -> str | None:
         plain = type(held[layer.layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
         if window_of(layer) is None and not plain:
             return f"{type(model).__name__} has states beside the keys in a layer"
+    values = getattr(config, "v_head_dim", None) or width
+    if values != width:
+        return f"the kernels take keys and values of one width, not of {width} and {values} channels"
     if width not in WIDTHS:
         return f"the kernels take heads of {', '.join(map(str, WIDTHS))} channels, not {width}"
     if load() is None:

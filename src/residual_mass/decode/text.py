@@ -65,7 +65,7 @@ class Text:
     ) -> None:
         self.model = model
         self.backend = backend
-        self.real = real
+        self.real = None if real is None else real.bool()  # an attention mask may have other dtypes
         self.tokens = backend.tokens
         layers = attention_layers(model)
         self.layers = {layer.layer_idx: layer for layer in layers}
@@ -75,8 +75,8 @@ class Text:
         self.frequencies = frequencies_of(model)
         self.rotations = changing_rotations(model)
         self.states = States(self) if keeps_states(model) else None
-        if real is not None and not backend.knows_columns:
-            self._require_padding_first(real)
+        if self.real is not None and not backend.knows_columns:
+            self._require_padding_first(self.real)
         self.has_images = False
         """Whether the prompt is more than ids or vectors of tokens: the model then makes positions itself."""
         self.reads_images = False
@@ -117,11 +117,14 @@ class Text:
             pieces = ids.split(1, 1)  # some recurrent layers take several tokens only where there is no state yet
         else:
             pieces = (ids,)
+        if self.tokens and self.real is not None:
+            self.backend.require_seen(self.real[:, : self.tokens + ids.shape[1]])
         with kept_memory() if ids.numel() >= LONG_PROMPT else nullcontext():
+            logits = []
             for piece in pieces:
-                logits = self._forward(self.backend.read, piece, keep, **inputs)
+                logits.append(self._forward(self.backend.read, piece, keep, **inputs))
                 self.tokens += piece.shape[1]
-        return logits
+        return torch.cat(logits[-keep:], 1)
 
     def step(self, ids: Tensor) -> Tensor:
         """Reads tokens [B, T] of which each attends through the method: one new token, or a given continuation.
@@ -151,7 +154,17 @@ class Text:
         return other
 
     def crop(self, tokens: int) -> None:
-        """Forgets the last tokens of every row, which were steps."""
+        """Forgets the last tokens of every row, which were steps.
+
+        Raises:
+            ValueError: the model has layers with states, or with windows that hold no longer the whole text; or the
+                tokens have joined the prompt. Nothing is forgotten then.
+        """
+        sizes = [window.size for window in self.windows.values() if window is not None]
+        if tokens and (self.states is not None or self.tokens >= min(sizes, default=self.tokens + 1)):
+            raise ValueError(
+                f"{type(self.model).__name__} cannot go back: layers with states or windows keep no earlier tokens"
+            )
         self.backend.crop(tokens)
         self.tokens -= tokens
         if self.last_positions is not None:

@@ -68,6 +68,9 @@ class BufferedLayer(DynamicLayer):
         buffer = self.buffers[place]
         # Another address: someone replaced the tensor, and the buffer holds other tokens.
         begins_with_held = buffer is not None and held.data_ptr() == buffer.data_ptr()
+        # What was made in inference mode cannot be written to outside of it.
+        if buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled():
+            begins_with_held = False
         if not begins_with_held or len(held) != len(buffer) or after > buffer.shape[2]:
             batch, heads, _, width = new.shape
             # In proportion to the length, so that the copies of all growths together stay linear in it.
@@ -187,7 +190,9 @@ class TorchBackend(CacheBackend):
             while start < keys.shape[2]:
                 length = self._prefix_length(call, start)
                 # A piece ends where generated tokens join the prefix.
-                end = min(keys.shape[2], length + BLOCK) if self.joins else keys.shape[2]
+                end = keys.shape[2]
+                if self.joins and end > length + BLOCK:
+                    end = min(end, length + self._joining(call.index))
                 query = call.query[:, :, start - first : end - first]
                 mask = None if call.mask is None else call.mask[:, :, start - first : end - first, :end]
                 piece = call._replace(query=query, key=keys[:, :, :end], value=values[:, :, :end], mask=mask)
@@ -203,11 +208,21 @@ class TorchBackend(CacheBackend):
         length = real.shape[1]
         if not self.joins or start - length < BLOCK:
             return length
-        joined = real.new_ones(len(real), BLOCK)
+        count = self._joining(call.index)
+        if start - length < count:
+            return length
+        joined = real.new_ones(len(real), count)
         if call.mask is not None:  # the tokens of a row that had ended are padding
-            joined = joined & call.mask[:, 0, -1, length : length + BLOCK]
+            joined = joined & call.mask[:, 0, -1, length : length + count]
         self._real[call.index] = torch.cat((real, joined), 1)
-        return length + BLOCK
+        return length + count
+
+    def _joining(self, index: int) -> int:
+        """Returns how many generated tokens join a layer's prefix next: a block, and as many more as the shortest row
+        lacks of its anchors, as in a packed cache.
+        """
+        fewest = int(self._real[index].sum(-1).min())
+        return BLOCK + max(0, self.anchors.sink + self.anchors.tail - fewest)
 
     def _held_columns(self, call: LayerCall, count: int) -> Tensor:
         """Returns which of the first columns [B, `count`] hold tokens, as the new tokens see them."""
@@ -274,12 +289,11 @@ class TorchBackend(CacheBackend):
                 self._prefix(index, keys, values, query_heads // keys.shape[1])
 
     def crop(self, tokens: int) -> None:
+        prefix = max((real.shape[1] for real in self._real.values()), default=0)
+        most = self.cache.get_seq_length() - prefix
+        if self._prefixes and tokens > most:
+            raise ValueError(f"only the last {most} tokens can be removed, not {tokens}: those before are the prompt's")
         super().crop(tokens)
-        length = self.cache.get_seq_length()
-        for index, real in self._real.items():
-            if real.shape[1] > length:
-                self._real[index] = real[:, :length]
-                self._prefixes.pop(index, None)
 
     def _prefix(self, index: int, keys: Tensor, values: Tensor, group: int) -> Prefix:
         """Returns a layer's prefix; builds it at the first step, and anew when tokens have joined it.

@@ -266,7 +266,9 @@ def _original_name(config: Any) -> str:
     """Returns the attention that a configuration names outside of our contexts, which may end at any moment."""
     with _switching:
         switch = _switches.get(id(config))
-        return config._attn_implementation if switch is None else switch.original
+        own = config._attn_implementation if switch is None else switch.original
+        # A configuration that was copied within a context keeps our name after it.
+        return "sdpa" if own == ATTENTION_NAME else own
 
 
 def scale_of(module: nn.Module, query: Tensor, scaling: float | None, options: dict[str, Any]) -> float:
