@@ -31,9 +31,11 @@ if set(SOURCE) & set(":{}\n"):
 from residual_mass.paper import published as of_the_paper
 from residual_mass.spec import paths
 from residual_mass.study import progress, start
-from residual_mass.study.plan import load_plan
+from residual_mass.study.plan import check_files, load_plan
 from residual_mass.study.resources import JobSize, flags, interpreter, launcher, reported
 from residual_mass.texts.assets import WHEEL_PINS, read_pins
+
+check_files(ROOT, workflow.overwrite_configfiles)
 
 
 configfile: ROOT / "config/config.yaml"

@@ -11,6 +11,8 @@ import yaml
 from runs import ROOT, change, configuration_error, dry_run, plan_of
 from snakemake.iocontainers import Wildcards
 
+from residual_mass.study.plan import check_files
+
 MINI = "config/studies/mini.yaml"
 
 
@@ -29,6 +31,8 @@ SETTINGS: list[tuple[str, Any, str]] = [
     ("examples", 0, "Input should be greater than or equal to 1, not 0"),
     ("offline", "maybe", "Input should be a valid boolean"),
     ("assets", "-rf", PATTERN),
+    ("assets", "~", ""),
+    ("assets", "~unknown/x", "assets: ~unknown/x names the home folder of a user unknown here; write the whole path"),
     ("assets", "results/{x}", PATTERN),
     ("assets", "results\ntouch pwned", PATTERN),
     ("backbones", {"$(touch pwned)": {}}, f"backbones.$(touch pwned): {PATTERN}"),
@@ -158,7 +162,7 @@ def test_a_job_that_the_study_cannot_have(changes: dict[str, Any], job: str, lin
         (
             "twice",
             "lengths: [1k]\nlengths: [2k]\n",
-            "config/studies/twice.yaml: not valid YAML: key lengths comes twice",
+            "config/studies/twice.yaml: not valid YAML: key lengths comes twice, in lines 1 and 2; rename or r",
         ),
     ],
 )
@@ -166,6 +170,60 @@ def test_a_file_that_no_study_may_have(name: str, text: str | None, line: str, c
     (checkout / f"config/studies/{name}.yaml").write_text(text or (checkout / MINI).read_text())
     said = configuration_error(checkout)
     assert said.startswith(line) and "\n" not in said
+
+
+BROKEN: list[tuple[bytes, bytes, str]] = [
+    (b"  3b:\n", b"  1b:\n", "key 1b comes twice, in lines "),
+    (b"mini\n", b"[mini\n", "flow sequence in line 4: expected ',' or ']', but got ':' in line 5; correct it"),
+    (b"examples:", b"\texamples:", "found character '\\t' that cannot start any token in line 5; correct it"),
+    (b"null", b"caf\xe9", "byte 0xe9 in line 5 is not UTF-8; save the file as UTF-8"),
+    (b"null", b"\x07", "character 0x7 in line 5 is not allowed; remove it"),
+    (b"null", b"2025-02-30", "day "),
+]
+"""What is replaced once in config.yaml, what replaces it, and words of the message."""
+
+
+@pytest.mark.parametrize(("old", "new", "words"), BROKEN)
+def test_a_file_of_settings_that_cannot_be_read(old: bytes, new: bytes, words: str, tmp_path: Path) -> None:
+    text = (ROOT / "config/config.yaml").read_bytes()
+    assert old in text
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.yaml").write_bytes(text.replace(old, new, 1))
+    with pytest.raises(SystemExit) as refused:
+        check_files(tmp_path)
+    said = str(refused.value)
+    assert said.startswith("config/config.yaml: not valid YAML: ") and words in said and "\n" not in said, said
+
+
+def test_an_empty_file_of_settings(tmp_path: Path) -> None:
+    check_files(tmp_path)
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.yaml").touch()
+    with pytest.raises(SystemExit, match=r"^config/config.yaml: has no keys; restore the file$"):
+        check_files(tmp_path)
+
+
+def test_snakemake_does_not_read_a_broken_file_of_settings_first(checkout: Path) -> None:
+    path = checkout / "config/config.yaml"
+    path.write_bytes(path.read_bytes().replace(b"null", b"caf\xe9", 1))
+    run = dry_run(checkout, "all", snakefile=checkout / "Snakefile")
+    assert run.code == 1 and len(run.said) == 1, run.output
+    assert run.said[0].startswith("config/config.yaml: not valid YAML: byte 0xe9 in line 5"), run.output
+
+
+def test_a_key_twice_in_a_file_of_settings_on_the_command_line(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("study: mini\nstudy: paper\n")
+    (tmp_path / "own.json").write_text('{\n\t"study": "mini"\n}')
+    run = dry_run(tmp_path, "all", "--configfile", str(tmp_path / "own.json"), str(own))
+    line = f"{own}: not valid YAML: key study comes twice, in lines 1 and 2; rename or remove one"
+    assert run.code == 1 and run.said == [line], run.output
+
+
+def test_the_home_folder_in_the_name_of_the_assets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert plan_of(ROOT, assets="~/data").assets_manifest == "/home/someone/data/manifest.json"
+    assert str(plan_of(ROOT, assets="results/~data").assets_folder) == "results/~data"
 
 
 def test_a_study_may_leave_most_out(checkout: Path) -> None:

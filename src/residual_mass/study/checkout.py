@@ -48,7 +48,7 @@ class Checkout(Configuration):
 
     @property
     def assets_folder(self) -> Path:
-        return Path(self.main.assets)
+        return Path(self.main.assets).expanduser()
 
     @property
     def assets_manifest(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -210,10 +211,41 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a key that comes twice; YAML itself takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        if doubled := next((key for key in keys if keys.count(key) > 1), None):
-            raise yaml.YAMLError(f"key {doubled} comes twice; remove one")
+        keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+        names = [key.value for key in keys]
+        for number, key in enumerate(keys):
+            first = names.index(key.value)
+            if first < number:
+                lines = f"{keys[first].start_mark.line + 1} and {key.start_mark.line + 1}"
+                raise yaml.YAMLError(f"key {key.value} comes twice, in lines {lines}; rename or remove one")
         return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path, file: str) -> Any:
+    """Returns the content of a YAML file.
+
+    Args:
+        file: the file, as messages name it.
+
+    Raises:
+        ValueError: the file is not YAML, or has a key twice; one line that names file, line and remedy.
+    """
+    content = path.read_bytes()
+    try:
+        return UniqueKeyLoader(content.decode("utf-8")).get_single_data()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        problem = f"byte 0x{content[error.start]:02x} in line {line} is not UTF-8; save the file as UTF-8"
+    except yaml.reader.ReaderError as error:
+        line = content.decode("utf-8").count("\n", 0, error.position) + 1
+        problem = f"character {error.character:#x} in line {line} is not allowed; remove it"
+    except yaml.MarkedYAMLError as error:
+        parts = ((error.context, error.context_mark), (error.problem, error.problem_mark))
+        said = [f"{words} in line {mark.line + 1}" if mark else words for words, mark in parts if words]
+        problem = f"{': '.join(said)}; correct it"
+    except (yaml.YAMLError, ValueError) as error:  # a key twice; a date that does not exist
+        problem = str(error)
+    raise ValueError(f"{file}: not valid YAML: {' '.join(problem.split())}")
 
 
 def load_configuration(root: Path, main: Mapping[str, Any]) -> Configuration:
@@ -231,11 +263,7 @@ def load_configuration(root: Path, main: Mapping[str, Any]) -> Configuration:
         if not re.fullmatch("[A-Za-z0-9_][A-Za-z0-9_-]*", path.stem) or path.stem == PUBLISHED:
             allowed = f"has letters, digits, _ and - only and is not {PUBLISHED}"
             raise ValueError(f"config/studies: '{path.name}': a study's name {allowed}; rename it")
-        try:
-            content = UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            problem = " ".join(str(error).split())
-            raise ValueError(f"{file_of(path.stem)}: not valid YAML: {problem}") from None
+        content = read_yaml(path, file_of(path.stem))
         studies[path.stem] = parsed(Study, content, f"{file_of(path.stem)}: ")
     configuration = Configuration(parsed(Main, dict(main), "configuration: "), studies)
     for problem in _problems_of_main(configuration):
@@ -259,6 +287,8 @@ def _problems_of_main(configuration: Configuration) -> Iterator[str]:
     main, studies = configuration.main, configuration.studies
     if "ours" in main.variants:
         yield "variants.ours: the name of a study's own recipe; rename the variant"
+    if os.path.expanduser(main.assets).startswith("~"):
+        yield f"assets: {main.assets} names the home folder of a user unknown here; write the whole path"
     for name, backbone in main.backbones.items():
         yield from _unknown(f"backbones.{name}.study", [backbone.study], studies)
         study = studies[backbone.study]

@@ -6,7 +6,7 @@ The rules of the workflow take inputs and specs from it. The DAG itself is Snake
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from residual_mass.spec import paths
 from residual_mass.spec.settings import to_json
 from residual_mass.study import evaluation, measurements, rendering
 from residual_mass.study.checkout import Checkout, Wildcards, Work
-from residual_mass.study.config import load_configuration
+from residual_mass.study.config import load_configuration, read_yaml
 from residual_mass.study.tables import benchmark_results
 
 JOBS_OF_STAGES: dict[str, Callable[[Checkout, Wildcards], Work]] = {
@@ -105,6 +105,24 @@ class Plan(Checkout):
         if rendered:
             found += [*rendered, paths.REPORT]
         return found
+
+
+def check_files(root: Path, further: Iterable[Path] = ()) -> None:
+    """Ends the run in one line if a file of settings is not YAML or has a key twice, of which Snakemake takes the last.
+
+    Args:
+        root: folder with config/config.yaml; Snakemake says so if the file is missing.
+        further: files of `--configfile`, which Snakemake has read; those of JSON are left to it.
+    """
+    main = root / "config/config.yaml"
+    try:
+        if main.is_file() and not isinstance(read_yaml(main, "config/config.yaml"), dict):
+            raise ValueError("config/config.yaml: has no keys; restore the file")
+        for path in further:
+            if path.suffix != ".json":
+                read_yaml(path, str(path))
+    except ValueError as error:
+        sys.exit(str(error))
 
 
 def load_plan(root: Path, config: dict[str, Any]) -> Plan:
