@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         remedy = LESS_MEMORY.get(name, "run it where there is more memory")
-        _refuse(name, f"{error or 'out of memory'}; {remedy}")
+        _refuse(name, f"{str(error) or 'out of memory'}; {remedy}")
     finally:
         for number, former in replaced.items():
             signal.signal(number, former)

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from residual_mass import __version__
 from residual_mass.files import read_json, require_writable, sha256_of
-from residual_mass.measure.request import EMBEDDED, Request, printable, title_of
+from residual_mass.measure.request import EMBEDDED, STORE_NAME, Request, printable, title_of
 
 if TYPE_CHECKING:  # the command line, which imports this module, does without torch and pandas
+    from transformers import PreTrainedModel
+
     from residual_mass.measure.answer import Measured
     from residual_mass.measure.models import Served
     from residual_mass.model.loading import Backbone
@@ -23,8 +25,6 @@ if TYPE_CHECKING:  # the command line, which imports this module, does without t
 
 LATE = ("accelerate", "gguf", "jinja2", "matplotlib")
 """Packages of the extra `measure` that are needed only after the measurement or by other libraries; checked first."""
-STORE_NAME = "store.jsonl"
-"""Name of the file with the distances of all answers in a folder."""
 LONGEST_NAME = 200
 """Bytes of an answer's folder name; file systems allow 255."""
 
@@ -75,6 +75,7 @@ def measure(request: Request) -> Measured:
     model = backbone.model
     further = max(request.document_tokens - request.prompt_tokens, distances.QUERIES, times.TIMED_TOKENS)
     frequencies_of(model).require_growing([request.prompt_tokens], [further])
+    require_positions(request, model, further)
     served = models.served_here(model, request, phi)
     settings = settings_of(request, spec, served)
     folder = folder_of(request, settings)
@@ -127,6 +128,26 @@ def require_length(request: Request, spec: BackboneSpec) -> None:
         raise ValueError(
             f"--length {request.length}: with what follows, {request.document_tokens:,} tokens, and {limit}; choose a "
             "shorter one"
+        )
+
+
+def require_positions(request: Request, model: PreTrainedModel, further: int) -> None:
+    """Raises ValueError unless a model has positions for a prompt and what is read after it.
+
+    Args:
+        further: most tokens that are read after a prompt, also while its steps are timed.
+    """
+    from residual_mass.measure import times
+
+    positions = times.positions_of(model)
+    needed = request.prompt_tokens + further
+    if needed > positions:
+        room = f"{type(model).__name__} has positions for {positions:,}"
+        fitting = positions - further
+        remedy = f"choose --length {fitting} or a shorter one" if fitting > 0 else "take another model"
+        raise ValueError(
+            f"--length {request.length}: with what follows, also while steps are timed, {needed:,} tokens, and {room}; "
+            f"{remedy}"
         )
 
 

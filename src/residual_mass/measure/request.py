@@ -27,6 +27,8 @@ DEFAULT_METHODS = (BASELINE, "topk_moments", READ_WHOLE, RECOMMENDED, FEWEST_BYT
 on a GPU the first two.
 """
 DEFAULT_BUDGETS = ("2", "4", "8")
+STORE_NAME = "store.jsonl"
+"""Name of the file with the distances of all answers in a folder."""
 EMBEDDED = "smol"
 """Name of the model that comes with the pinned wheels."""
 DEFAULT_TEXTS = ("wiki", "code")

@@ -9,13 +9,14 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from residual_mass.measure.request import Request, printable, text_name
+from residual_mass.measure.request import STORE_NAME, Request, printable, text_name
 from residual_mass.spec.paths import MANIFEST
 from residual_mass.spec.texts import ASSETS
 from residual_mass.texts import assets
@@ -39,6 +40,12 @@ MARKS = {
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 """Encodings by the byte order mark of a file, longer marks before those that begin them."""
+BYTES_AT_ONCE = 2**16
+"""Bytes of a file that are read at once: what is no text is left at the first piece that says so."""
+ANSWER_FILES = {"settings.json", "measured.csv"}
+"""Files of a folder that is an answer of this command."""
+BESIDE_CONFIG = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", ".safetensors", "pytorch_model.bin")
+"""Ends of names beside config.json in a folder that is a model."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ def read_texts(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[Doc
 
     Raises:
         ValueError: a file is missing, empty or not a text, or a text is shorter than one document; names it.
+        OSError: a file is too large for the memory; names it.
     """
     begin = len(special_prefix(tokenizer))
     if begin > request.prompt_tokens:
@@ -93,7 +101,7 @@ def read_texts(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[Doc
             sequences = corpus.disjoint(request.documents)
             texts.append(Documents(name, sequences, len(sequences)))
         elif os.path.isdir(name):
-            texts.append(_cut(text_name(name), _texts_in(Path(name)), tokenizer, request))
+            texts.append(_cut(text_name(name), _texts_in(Path(name), request.out), tokenizer, request))
         else:
             files.append(_text_of(Path(name)))
     if files:
@@ -113,46 +121,67 @@ def _text_of(path: Path) -> str:
 
     Raises:
         ValueError: it cannot be read, is not a regular file, or not a text; names it.
+        OSError: it is too large for the memory; names it.
     """
     name = printable(str(path))
     try:
         regular = stat.S_ISREG(path.stat().st_mode)  # a pipe or a device may never end
-        data = path.read_bytes() if regular else b""
+        text = _decoded(path) if regular else ""
     except OSError as error:
         raise ValueError(
             f"{name}: {error.strerror}, and not a text of the assets ({', '.join(ASSETS)}); check the name"
         ) from None
-    if not regular:
-        raise ValueError(f"{name}: neither a file nor a folder; write the text to a file")
-    encoding = next((encoding for mark, encoding in MARKS.items() if data.startswith(mark)), "utf-8")
-    try:
-        text = data.decode(encoding)
     except UnicodeDecodeError:
         raise ValueError(
             f"{name}: not a text in UTF-8, or in UTF-16 with a byte order mark; convert it or leave it out"
         ) from None
-    if "\0" in text or not text.strip():
+    except MemoryError:
+        raise OSError(f"{name}: too large for the memory here; cut it, or leave it out") from None
+    if not regular:
+        raise ValueError(f"{name}: neither a file nor a folder; write the text to a file")
+    if not text.strip():
         raise ValueError(f"{name}: empty, or holds bytes that no text has; leave it out")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _texts_in(folder: Path) -> list[str]:
+def _decoded(path: Path) -> str:
+    """Returns the characters of a file, none if one is NUL; reads no piece after that which is no text.
+
+    Raises:
+        UnicodeDecodeError: it is not in its encoding.
+    """
+    parts: list[str] = []
+    with path.open("rb") as file:
+        piece = file.read(BYTES_AT_ONCE)
+        encoding = next((encoding for mark, encoding in MARKS.items() if piece.startswith(mark)), "utf-8")
+        decoder = codecs.getincrementaldecoder(encoding)()  # a character may lie in two pieces
+        while piece:
+            part = decoder.decode(piece)
+            if "\0" in part:
+                return ""
+            parts.append(part)
+            piece = file.read(BYTES_AT_ONCE)
+    parts.append(decoder.decode(b"", final=True))
+    return "".join(parts)
+
+
+def _texts_in(folder: Path, out: Path) -> list[str]:
     """Returns the texts in a folder and its subfolders, without hidden files and files that are not text, each once.
+
+    Args:
+        out: folder of the answers, which are left out.
 
     Raises:
         ValueError: there is none; names the folder.
+        OSError: a file is too large for the memory; names it.
     """
-    closed: list[OSError] = []
-    files: list[Path] = []
-    for place, _, names in os.walk(folder, onerror=closed.append):
-        files += [Path(place, name) for name in names]
+    files, closed = _files_in(folder, out)
     texts = []
     causes = [f"{printable(str(error.filename))}: {error.strerror}" for error in closed]
     seen: set[str] = set()
     for path in sorted(files):
-        hidden = [part for part in path.relative_to(folder).parts if part.startswith(".")]
         real = os.path.realpath(path)
-        if hidden or real in seen:
+        if real in seen:
             continue
         seen.add(real)
         try:
@@ -166,6 +195,45 @@ def _texts_in(folder: Path) -> list[str]:
         more = f" ({causes[-1]})"
         log.warning("%s: %d files left out that are empty or not texts%s", printable(str(folder)), len(causes), more)
     return texts
+
+
+def _files_in(folder: Path, out: Path) -> tuple[list[Path], list[OSError]]:
+    """Returns the files in a folder and its subfolders, and the errors of folders that cannot be read. Leaves out what
+    is hidden, answers of this command with their store, and models.
+
+    Args:
+        out: folder of the answers.
+    """
+    closed: list[OSError] = []
+    files: list[Path] = []
+    passed: list[str] = []
+    home = os.path.realpath(out)
+    for place, folders, names in os.walk(folder, onerror=closed.append):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inner = {name: _names_in(Path(place, name)) for name in folders}
+        answers = [name for name in folders if inner[name] >= ANSWER_FILES]
+        others = [name for name in folders if os.path.realpath(Path(place, name)) == home or _is_model(inner[name])]
+        left_out = {*answers, *others}
+        passed += [printable(str(Path(place, name))) for name in folders if name in left_out]
+        folders[:] = [name for name in folders if name not in left_out]
+        has_store = bool(answers) or os.path.realpath(place) == home
+        shown = [name for name in names if not name.startswith(".") and not (has_store and name == STORE_NAME)]
+        files += [Path(place, name) for name in shown]
+    if passed:
+        log.info("%s: left out, as answers of this command or models: %s", printable(str(folder)), ", ".join(passed))
+    return files, closed
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Returns the names in a folder; none if it cannot be read."""
+    with suppress(OSError):
+        return {*os.listdir(folder)}
+    return set()
+
+
+def _is_model(names: set[str]) -> bool:
+    """Returns whether a folder with files of these names is a model in Hugging Face's format."""
+    return "config.json" in names and any(name.endswith(BESIDE_CONFIG) for name in names)
 
 
 def _cut(name: str, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, request: Request) -> Documents:

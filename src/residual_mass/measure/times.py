@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -24,10 +24,11 @@ from residual_mass.decode.backends import ANCHORS
 from residual_mass.decode.generate import Decoding
 from residual_mass.decode.packed_backend import PackedBackend, PackedCache
 from residual_mass.decode.recording import prefill
+from residual_mass.decode.torch_backend import buffered_cache
 from residual_mass.measure.distances import ARM_COLUMNS
 from residual_mass.measure.models import TORCH, TRANSFORMERS, WHOLE_PERCENT, Served, Side
 from residual_mass.methods import method_named
-from residual_mass.model.layers import device_of, require_plain, text_config
+from residual_mass.model.layers import device_of, longest_text, require_plain, text_config
 from residual_mass.model.phi_maps import HeadShape
 from residual_mass.model.rotary import frequencies_of
 from residual_mass.timing import StepClock, Turn, fastest, scatter_of, take_turns, timed
@@ -47,6 +48,8 @@ MAX_BYTES = 2 * 2**30
 """Largest keys and values of such a length, in the dtype of the model."""
 MAX_SECONDS = 20
 """After a length that took longer, with its preparation, no longer one is timed."""
+POSITION_NAMES = ("wpe", "embed_positions", "positions_embed")
+"""Names of transformers' embeddings of positions."""
 FULL_SIDE = Side(method_named("full"), WHOLE_PERCENT, TRANSFORMERS)
 """Transformers' own full attention."""
 AS_LOADED = ("full, as loaded", WHOLE_PERCENT)
@@ -103,7 +106,7 @@ class Run:
         self.cache: Cache | None = None
         self.mib = math.nan
         if read.layers and side.backend != "triton":
-            self.cache = prefilled_cache(model, side, read)
+            self.cache = prefilled_cache(model, side, read, ids)
             self.mib = bytes_of(self.cache) / 2**20
 
     def take_turn(self, steps: int = TURN_STEPS) -> Turn:
@@ -126,23 +129,43 @@ class Run:
         return clock.steps
 
 
-def prefilled_cache(model: PreTrainedModel, side: Side, read: Prefill) -> Cache:
-    """Returns the cache of a side that holds a prompt."""
+def prefilled_cache(model: PreTrainedModel, side: Side, read: Prefill, ids: Tensor) -> Cache:
+    """Returns the cache of a side that holds a prompt.
+
+    Args:
+        ids: [1, L], the prompt; the cache holds the tokens before the last.
+    """
     if side.backend == PackedBackend.name:
         backend = PackedBackend.open(model, side.arm, ANCHORS, None, None, 0)
         backend.take(read)
         return backend.cache
+    if side.backend != TRANSFORMERS:
+        cache = buffered_cache(model)
+        for index, (keys, values) in sorted(read.layers.items()):
+            cache.layers[index].update(keys, values)
+        return cache
     cache = DynamicCache(config=model.config)
+    if caches_otherwise(model):
+        model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
     for index, (keys, values) in sorted(read.layers.items()):
         cache.update(keys, values, index)
     return cache
+
+
+def caches_otherwise(model: PreTrainedModel) -> bool:
+    """Returns whether transformers' cache holds something else than keys and values of every layer and head: latents
+    of all heads, or nothing in layers that share those of others.
+    """
+    config = text_config(model)
+    return bool(getattr(config, "kv_lora_rank", None) or getattr(config, "num_kv_shared_layers", None))
 
 
 def bytes_of(cache: Cache) -> int:
     """Returns the bytes of the keys and values in a cache."""
     if isinstance(cache, PackedCache):
         return cache.nbytes
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None)
 
 
 @torch.no_grad()
@@ -245,8 +268,8 @@ def random_keys(model: PreTrainedModel, length: int) -> Prefill:
 
 
 def fits(model: PreTrainedModel, length: int) -> bool:
-    """Returns whether random keys of so many tokens are worth their memory, and stand for those of the model, whose
-    rotary frequencies stay the same in the steps after them.
+    """Returns whether random keys of so many tokens are worth their memory, and stand for what the model caches, which
+    has positions for the steps after them and keeps its rotary frequencies.
     """
     shape = HeadShape.of(text_config(model))
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
@@ -255,4 +278,17 @@ def fits(model: PreTrainedModel, length: int) -> bool:
         require_plain(model)
     except ValueError:
         return False
-    return size <= MAX_BYTES and frequencies_of(model).same([length, length + TIMED_TOKENS])
+    end = length + TIMED_TOKENS
+    if caches_otherwise(model) or end > positions_of(model):
+        return False
+    return size <= MAX_BYTES and frequencies_of(model).same([length, end])
+
+
+def positions_of(model: PreTrainedModel) -> float:
+    """Returns the tokens for which a model with an embedding of positions has one; infinity for any other, such as one
+    with rotary positions.
+    """
+    for name, module in model.get_decoder().named_modules():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in POSITION_NAMES:
+            return min(longest_text(text_config(model)), module.num_embeddings)
+    return math.inf

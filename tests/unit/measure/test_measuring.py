@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from tests.conftest import byte_tokenizer, tiny_llama
 from tests.needs import KERNELS, needs
 from tests.small_hub import Repository, SmallHub, become, serving
-from tests.unit.model.families import FAMILIES
+from tests.unit.model.families import FAMILIES, Family, cases
 from transformers import PreTrainedModel
 
 from residual_mass import __main__, cli
@@ -33,7 +33,7 @@ from residual_mass.decode.text import Text
 from residual_mass.diagnostics.packs import visit_layers
 from residual_mass.files import read_json
 from residual_mass.kernels import library
-from residual_mass.measure import command
+from residual_mass.measure import command, times
 from residual_mass.measure.models import find_model
 from residual_mass.measure.request import Request, add_arguments
 from residual_mass.measure.texts import read_texts, windows
@@ -369,6 +369,61 @@ def test_layers_with_a_window_stay_exact(tmp_path: Path) -> None:
     assert found["topk", 25].kl > 1e-6 and found["topk", 25].read < 1
     for method in ("topk", "topk_moments"):
         assert found[method, 100].kl == pytest.approx(0, abs=1e-6) and float(found[method, 100].same_top) == 1
+
+
+def test_an_answer_is_no_text_of_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of the texts, where the model lies, too."""
+    on_a_text(tiny_llama(layers=1), tmp_path, "")
+    monkeypatch.chdir(tmp_path)
+    options = "--length 64 --budgets 25 --methods topk --documents 3 --tokens 4 --device cpu"
+    for out in ("measured", "."):
+        asked = options_of("model", ".", *options.split(), "--out", out)
+        found = [measure(asked) for _ in range(2)]
+        assert found[0].folder == found[1].folder
+        assert found[0].table["kl"].tolist() == found[1].table["kl"].tolist()
+        assert "documents come from one file" in found[1].text and len(Path(out, "store.jsonl").open().readlines()) == 3
+
+
+def test_out_of_memory_has_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = on_a_text(tiny_llama(layers=1), tmp_path, "")
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    reasons = {
+        (Path, "open"): f"{tmp_path / 'a.txt'}: too large for the memory here; cut it, or leave it out",
+        (command, "measure"): "out of memory; lower --tokens, or leave out methods",
+    }
+    for (owner, name), reason in reasons.items():
+        monkeypatch.setattr(owner, name, fail)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["measure", asked.model, *asked.texts, "--length", "64", "--out", str(asked.out)])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert stopped.value.code == 2 and line == f"residual-mass measure: error: {reason}"
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
+def test_steps_are_timed_as_far_as_a_model_has_positions(name: str, tmp_path: Path) -> None:
+    model = next(each for each in FAMILIES if each.name == name).build(vocab_size=258)
+    longest = 512 - times.TIMED_TOKENS
+    assert times.fits(model, longest) and not times.fits(model, longest + 1)
+    asked = on_a_text(model, tmp_path, "--budgets 25 --methods topk --documents 2")
+    message = rf"--length {longest + 1}: .* 513 tokens, and \w+ has positions for 512; choose --length {longest} or"
+    with pytest.raises(ValueError, match=message):
+        measure(asked, length=str(longest + 1))
+    assert not list(asked.out.rglob("store.jsonl"))
+    assert (measure(asked, length=str(longest)).table["seconds"] > 0).all()
+
+
+@cases(each for each in FAMILIES if each.name in ("DeepSeek V2", "DeepSeek V3", "Gemma 3n"))
+def test_models_are_timed_whatever_they_cache(family: Family, tmp_path: Path) -> None:
+    """Latents of all heads, and layers that share the keys of others."""
+    model = family.build(vocab_size=258)
+    table = measure(on_a_text(model, tmp_path, "--length 64 --budgets 25 --methods topk")).table
+    assert (table[["seconds", "seconds_full"]] > 0).all(axis=None)
+    assert not times.fits(model, 4096)
 
 
 @needs(KERNELS)

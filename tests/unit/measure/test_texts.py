@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from residual_mass.measure.request import Request
-from residual_mass.measure.texts import CHARACTERS, Documents, read_texts, windows
+from residual_mass.measure.texts import BYTES_AT_ONCE, CHARACTERS, Documents, read_texts, windows
 from residual_mass.texts.corpora import SEPARATOR
 
 LATIN = os.fsdecode(b"\xfcbung")
@@ -175,6 +176,65 @@ def test_what_is_no_text_is_refused_by_name_and_left_out_of_a_folder(
             (text,) = found_in(folder)
     assert text.sources == 1 and "folder: 7 files left out" in caplog.text
     assert text.sequences == found_in(folder / "text.txt")[0].sequences
+
+
+def test_what_is_no_text_is_not_read_whole(tmp_path: Path) -> None:
+    """A file of 256 MiB, which takes no room on the disk, beside a text, and named."""
+    (tmp_path / "text.txt").write_text(words(0, 2000))
+    binary = tmp_path / "weights.bin"
+    for head, message in ((b"", "empty, or holds bytes"), (b"\xff\xfe\x00\xd8\x00\x00", "not a text in UTF-8")):
+        with binary.open("wb") as file:
+            file.write(head)
+            file.truncate(2**28)
+        tracemalloc.start()
+        try:
+            (text,) = found_in(tmp_path)
+            with pytest.raises(ValueError, match=f"weights.bin: {message}"):
+                found_in(binary)
+            assert tracemalloc.get_traced_memory()[1] < 2**24
+        finally:
+            tracemalloc.stop()
+        assert text.sequences == found_in(tmp_path / "text.txt")[0].sequences
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_a_character_may_lie_in_two_pieces(encoding: str, tmp_path: Path) -> None:
+    content = "a" + "🦜é量" * (BYTES_AT_ONCE // 3)
+    expected = windows([byte_tokenizer()(content + SEPARATOR, add_special_tokens=False).input_ids], 160, 2000)
+    (tmp_path / "long.txt").write_bytes(content.encode(encoding))
+    assert found_in(tmp_path / "long.txt", documents=2000)[0].sequences == expected
+    (tmp_path / "long.txt").write_bytes(content.encode(encoding)[:-1])
+    with pytest.raises(ValueError, match=r"long.txt: not a text in UTF-8"):
+        found_in(tmp_path / "long.txt")
+
+
+def test_answers_and_models_are_left_out_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = ("settings.json", "measured.csv", "measured.txt")
+    left_out = [Path("measured", "other.txt"), Path("earlier", "store.jsonl"), Path("model", "deep", "merges.txt")]
+    left_out += [Path("earlier", "m-1k", name) for name in answer]
+    left_out += [Path("model", name) for name in ("config.json", "tokenizer.json")]
+    texts = [Path("a.txt"), Path("store.jsonl"), Path("earlier", "b.txt"), Path("settings", "settings.json")]
+    texts.append(Path("settings", "config.json"))
+    for number, path in enumerate((*texts, *left_out)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{number:09d}\n" * 100)
+
+    def numbers(name: str, *options: str) -> set[int]:
+        (text,) = read_texts(parsed("m", name, "--length", "100", "--documents", "99", *options), byte_tokenizer())
+        lines = "".join(map(byte_tokenizer().decode, text.sequences)).split("\n")
+        return {int(line) for line in lines if len(line) == 9 and line.isdigit()}
+
+    with caplog.at_level(logging.INFO):
+        assert numbers(".") == {*range(len(texts))}
+    assert ".: left out, as answers of this command or models: measured, model, earlier/m-1k" in caplog.text
+    assert numbers("earlier/m-1k") == {texts_before + len(texts) for texts_before in (3, 4, 5)}, "named, it is a text"
+    assert numbers(".", "--out", ".") == {0, 2, 3, 4, 5}, "a store lies in --out, where nothing else is left out"
+    with pytest.raises(ValueError, match="measured: no text"):
+        Path("measured", "other.txt").rename("measured/store.jsonl")
+        numbers("measured")
 
 
 def test_a_text_is_read_once_under_a_name_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
