@@ -16,7 +16,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tests.conftest import tiny_llama
+from tests.conftest import byte_tokenizer, tiny_llama
 from tests.unit.decode.reference import masked_logits
 from tests.unit.model.families import FAMILIES
 from tests.unit.model.gguf_files import write_gguf
@@ -257,6 +257,37 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert "codes kept" in named.model.packed_weights
     with pytest.raises(BadArgument, match="nothing.gguf: no such file"):
         PartialKV(str(tmp_path / "nothing.gguf"), method="cache8")
+
+
+def test_what_is_given_beside_a_gguf_file_counts(tmp_path: Path) -> None:
+    """Its tokenizer and its dtype are the defaults alone."""
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, tiny_llama(), lambda name: "Q8_0", has_tokenizer=False)
+    given = byte_tokenizer()
+    given.save_pretrained(tmp_path / "bytes")
+    for tokenizer in (given, str(tmp_path / "bytes")):
+        model = PartialKV(str(file), method="full", tokenizer=tokenizer, dtype="bfloat16", device="cpu")
+        assert model.tok_encode("ab") == given("ab").input_ids and model.model.dtype == torch.bfloat16
+        assert model.loglikelihood(instances("loglikelihood", (TEXTS[0], "yes")))[0][0] < 0
+    with pytest.raises(BadArgument, match="the file has no tokenizer; name one"):
+        PartialKV(str(file), method="full")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"offload_folder": "here", "load_in_8bit": True}, "offload_folder, load_in_8bit would be ignored beside a GG"),
+        ({"revision": "v2"}, "revision would be ignored beside a GGUF file: leave revision out"),
+        ({"device": "cuda:0"}, "a GGUF file runs on a CPU, not on cuda:0: leave device out"),
+        ({"dtype": "int8"}, "dtype is 'int8': write float32, bfloat16, float16 or float64"),
+        ({"dtype": "Tensor"}, "dtype is 'Tensor': write"),
+    ],
+)
+def test_what_would_be_ignored_beside_a_gguf_file_is_refused(
+    options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadArgument, match=said):
+        PartialKV(str(tmp_path / "any.gguf"), method="full", **options)
 
 
 def test_packed_weights(tiny_backbone: Backbone) -> None:

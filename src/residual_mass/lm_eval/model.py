@@ -5,6 +5,7 @@ Shape letters: T = scored tokens, V = vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from residual_mass.decode.backends import backend_for, require_maps
 from residual_mass.decode.engine import NotFiniteError
@@ -29,14 +30,25 @@ from residual_mass.decode.torch_backend import TorchBackend
 from residual_mass.methods import method_named
 from residual_mass.methods.arms import Arm, arm_of
 from residual_mass.model.layers import device_of
-from residual_mass.model.loading import load_gguf
+from residual_mass.model.loading import gguf_model, load_tokenizer
 from residual_mass.model.packed_weights import pack_weights
 from residual_mass.model.phi_maps import PhiMaps
 from residual_mass.model.rotary import frequencies_of
 from residual_mass.spec.settings import AnchorSpec
+from residual_mass.texts.hub import gguf_file
 
 UNSUPPORTED = ("parallelize", "tp_plan", "peft", "autogptq", "gptqmodel", "mixed_precision_dtype")
 """Options of HFLM that distribute, wrap or compute attention in ways that were not tested."""
+BESIDE_GGUF = (
+    "tokenizer", "dtype", "device", "backend", "truncation", "logits_cache", "max_length", "softmax_dtype",
+    "batch_size", "max_batch_size", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking",
+    "chat_template_args", "trust_remote_code",
+)  # fmt: skip
+"""Options of HFLM that count beside a GGUF file, or that the command line also sets for data sets; it would ignore
+others.
+"""
+OF_TOKENIZER = ("revision", "subfolder", "use_fast_tokenizer")
+"""Options that count beside a GGUF file only if the name of a tokenizer is given, which HFLM then loads."""
 
 Texts = tuple[str, str]
 TokenRequest = tuple[Texts | None, list[int], list[int]]
@@ -65,7 +77,8 @@ class PartialKV(HFLM):
     Likelihoods are computed one context at a time; `batch_size` applies to generation.
 
     Args:
-        pretrained: as in HFLM, a name, a folder or a loaded model; or a GGUF file, whose weights keep its codes.
+        pretrained: as in HFLM, a name, a folder or a loaded model; or a GGUF file, whose weights keep its codes. Its
+            tokenizer is the file's, unless `tokenizer` is given, and its dtype float32, unless `dtype` is.
         method: a name in `residual_mass.methods`.
         budget: exact-support budget as a share of the prompt, anchors included, in (0, 1]; not for full and caches.
         phi: feature maps or their file, for the methods that need them.
@@ -107,10 +120,7 @@ class PartialKV(HFLM):
         except ValueError as error:
             raise BadArgument(str(error)) from None
         if isinstance(pretrained, str) and pretrained.endswith(".gguf"):
-            try:
-                pretrained, options["tokenizer"] = load_gguf(pretrained, torch.float32, packed=weights is None)
-            except ValueError as error:
-                raise BadArgument(str(error)) from None
+            pretrained, options["tokenizer"] = _from_gguf(pretrained, options, packed=weights is None)
         super().__init__(pretrained, **options)
         if self.backend != "causal":
             raise BadArgument(f"{type(self.model).__name__} is not a decoder-only model; no other is supported")
@@ -298,6 +308,50 @@ def _require_supported(options: Mapping[str, Any]) -> None:
         raise BadArgument(f"partial_kv does not support {', '.join(unsupported)}: leave {unsupported[0]} out")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise BadArgument("partial_kv runs in one process: start it without accelerate launch and torchrun")
+
+
+def _from_gguf(
+    name: str, options: Mapping[str, Any], packed: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | str]:
+    """Loads the model of a GGUF file, and its tokenizer unless options have one, which is returned as it is.
+
+    Raises:
+        BadArgument: the file cannot be loaded, or an option would be ignored.
+    """
+    tokenizer = options.get("tokenizer")
+    _require_used(options, has_name=isinstance(tokenizer, str))
+    device = options.get("device")
+    if device is not None and not str(device).startswith("cpu"):
+        raise BadArgument(f"a GGUF file runs on a CPU, not on {device}: leave device out")
+    dtype = _dtype_of(options.get("dtype"))
+    try:
+        tokenizer = tokenizer or load_tokenizer(name, "", "gguf", Path())
+        return gguf_model(gguf_file(name), dtype, packed), tokenizer
+    except ValueError as error:
+        raise BadArgument(str(error)) from None
+
+
+def _require_used(options: Mapping[str, Any], has_name: bool) -> None:
+    """Raises BadArgument if an option, at another value than HFLM's default, would be ignored beside a GGUF file."""
+    used = (*BESIDE_GGUF, *OF_TOKENIZER) if has_name else BESIDE_GGUF
+    defaults = inspect.signature(HFLM.__init__).parameters
+    ignored = []
+    for name, value in options.items():
+        is_default = name in defaults and value == defaults[name].default
+        if name not in used and value is not None and not is_default:
+            ignored.append(name)
+    if ignored:
+        raise BadArgument(f"{', '.join(ignored)} would be ignored beside a GGUF file: leave {ignored[0]} out")
+
+
+def _dtype_of(dtype: str | torch.dtype | None) -> torch.dtype:
+    """Returns in what the model of a GGUF file computes: float32 by default."""
+    if dtype in (None, "auto"):
+        return torch.float32
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise BadArgument(f"dtype is {dtype!r}: write float32, bfloat16, float16 or float64")
+    return found
 
 
 def _require_whole(name: str, value: int, minimum: int) -> None:

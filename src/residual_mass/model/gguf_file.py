@@ -22,12 +22,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from residual_mass.model.gguf_blocks import FORMATS, codes_of_blocks
+from residual_mass.model.gguf_rotary import divide_frequencies
 from residual_mass.model.packed_linear import PackedEmbedding, PackedHead, PackedLinear
 from residual_mass.model.packed_weights import HEAD_GROUP, is_packable, is_plain, seal, untie, wide_modules
 from residual_mass.model.weight_codes import Codes, codes_of_8_bits
-
-ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor of what rotary frequencies are divided by, in files of Llama 3; transformers does not read it."""
 
 
 class Reader(GGUFReader):
@@ -198,11 +196,7 @@ def ends_of(reader: GGUFReader) -> list[int]:
     return sorted({int(field.contents()) for field in fields if field is not None})
 
 
-def divide_frequencies(model: PreTrainedModel, reader: GGUFReader) -> None:
-    """Divides rotary frequencies by the factors that the file has for them."""
-    for tensor in reader.tensors:
-        if tensor.name == ROPE_FACTORS:
-            factors = torch.from_numpy(np.array(tensor.data))
-            for name, frequencies in model.named_buffers():
-                if name.endswith("inv_freq") and frequencies.shape == factors.shape:
-                    frequencies.div_(factors)
+def parts_of(reader: GGUFReader) -> int:
+    """Returns of how many files the model is, by the header of one."""
+    field = reader.fields.get("split.count")
+    return 1 if field is None else int(field.contents())

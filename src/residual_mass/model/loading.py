@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -35,6 +35,9 @@ from residual_mass.texts.assets import MAKE, listed_in, model_folder, require_wh
 from residual_mass.texts.corpora import special_prefix
 from residual_mass.texts.hub import GGUF_ON_HUB, gguf_file, require_hash
 
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
 TEMPLATE_DATE = "26 Jul 2024"
 """Date for chat templates that contain one (Llama 3's do), so that prompts do not change from day to day."""
 SMALL_FILES = (
@@ -56,6 +59,10 @@ CAUSES = {
         "no tokenizer that transformers can read: neither tokenizer.json, nor tokenizer.model and the package that "
         "reads it (sentencepiece or tiktoken)",
         "save it there with tokenizer.save_pretrained, or install the package",
+    ),
+    "rope_freqs.weight": (
+        "its rope_freqs.weight does not fit the model's rotary frequencies",
+        "take the model's safetensors in place of a GGUF file",
     ),
     "no file named": (
         "no model.safetensors, nor an index of its parts",
@@ -148,12 +155,25 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int
 def load_tokenizer(model_id: str, revision: str, source: str, assets: Path) -> PreTrainedTokenizerBase:
     """Loads the backbone's tokenizer; `source` as in BackboneSpec."""
     where, options = _location(model_id, revision, source, assets)
+    if source == "gguf":
+        _require_tokenizer(Path(_named(where, options)))
     with one_line_errors(_named(where, options)), _headers(options):
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **options)
 
 
+def _require_tokenizer(file: Path) -> None:
+    if "tokenizer.ggml.tokens" not in _whole_header(file).fields:
+        raise ValueError(
+            f"{file}: the file has no tokenizer; name one: load_gguf(FILE, "
+            "tokenizer=AutoTokenizer.from_pretrained(FOLDER)) in Python, tokenizer=FOLDER in lm-eval"
+        )
+
+
 def load_gguf(
-    file: str | Path, dtype: torch.dtype | None = None, packed: bool = True
+    file: str | Path,
+    dtype: torch.dtype | None = None,
+    packed: bool = True,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads the model and the tokenizer of a GGUF file.
 
@@ -162,28 +182,36 @@ def load_gguf(
         dtype: in which the model computes; None takes bfloat16 if the CPU has instructions for it, else float32.
         packed: whether linear layers and embeddings keep the codes that they have in the file, for a CPU
             (`pack_weights`). False dequantises all weights.
+        tokenizer: None loads the file's.
 
     Returns:
         The model, in evaluation mode and without gradients, and the tokenizer.
 
     Raises:
-        ValueError: there is no such file, it is damaged, or transformers does not know its architecture.
+        ValueError: there is no such file, it is damaged or lacks a tokenizer, it is one of several parts, transformers
+            does not know its architecture, or its rotary frequencies are scaled in a way that is not applied.
     """
     if dtype is None:
         dtype = torch.bfloat16 if has_bfloat16() else torch.float32
     file = gguf_file(str(file))
-    tokenizer = load_tokenizer(str(file), "", "gguf", Path())
+    if tokenizer is None:
+        tokenizer = load_tokenizer(str(file), "", "gguf", Path())
     return gguf_model(file, dtype, packed), tokenizer
 
 
 def gguf_model(file: Path, dtype: torch.dtype, packed: bool) -> PreTrainedModel:
     """See `load_gguf`."""
-    from residual_mass.model.gguf_file import Reader, divide_frequencies, ends_of, packed_model, quick_headers
+    from residual_mass.model.gguf_file import ends_of, packed_model, quick_headers
+    from residual_mass.model.gguf_rotary import divide_frequencies, set_rotary
 
+    reader = _whole_header(file)
     where, options = _location(str(file), "", "gguf", Path())
     config = load_config(where, **options)
+    try:
+        set_rotary(config, reader)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; take the model's safetensors in place of a GGUF file") from None
     with one_line_errors(str(file)), quick_headers():
-        reader = Reader(file)
         model = None
         if packed:
             with suppress(NotImplementedError):  # names of tensors that only transformers knows
@@ -196,6 +224,21 @@ def gguf_model(file: Path, dtype: torch.dtype, packed: bool) -> PreTrainedModel:
             model = pack_weights(model.eval()) if packed else model
         model.generation_config.eos_token_id = ends_of(reader) or model.generation_config.eos_token_id
     return model.eval().requires_grad_(False)
+
+
+def _whole_header(file: Path) -> GGUFReader:
+    """Reads the header of a GGUF file; raises ValueError if it is damaged, or of one of several parts of a model."""
+    from residual_mass.model.gguf_file import Reader, parts_of
+
+    with one_line_errors(str(file)):
+        reader = Reader(file)
+        parts = parts_of(reader)
+    if parts > 1:
+        raise ValueError(
+            f"{file}: one of {parts} parts of a model; join them with "
+            "`llama-gguf-split --merge FIRST_PART.gguf WHOLE.gguf` and load the whole file"
+        )
+    return reader
 
 
 def load_backbone(

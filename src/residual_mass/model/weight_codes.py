@@ -82,10 +82,20 @@ def codes_of_8_bits(weight: Tensor, group: int) -> Codes:
         # Scales far below the largest of their row are subnormal: rounded down, they put weights beyond 127.
         codes.append((part / _divisor(step)).round_().clamp_(-127, 127) + 128)
         fits.append((scales, exponents))
-    found = _joined(weight, parts, codes, fits, bits=8, middle=128, kept=False)
-    # Off by no more than the dtype's rounding: the weight was dequantised from such codes.
-    exact = found.error <= torch.finfo(weight.dtype).eps
-    return found._replace(kept=exact)
+    precision = torch.finfo(weight.dtype)
+    kept = all(_are_own(part, each, fit, precision) for part, each, fit in zip(parts, codes, fits, strict=True))
+    return _joined(weight, parts, codes, fits, bits=8, middle=128, kept=kept)
+
+
+def _are_own(part: Tensor, codes: Tensor, fit: tuple[Tensor, Tensor], precision: torch.finfo) -> bool:
+    """Returns whether each weight of [n, G, g] is its code of 8 bits times the scale, but for its dtype's rounding.
+
+    The mean error would not tell in bfloat16, whose rounding is coarser than 8 bits of the largest weights.
+    """
+    back = (codes - 128) * whole_of(*fit)
+    # Half a unit in the last place for the weight, for the largest of its group, and for the scale that this gave.
+    bounds = 1.5 * precision.eps * part.abs().clamp_min(precision.tiny)
+    return bool(((back - part).abs() <= bounds).all())
 
 
 def _parts(weight: Tensor, group: int) -> list[Tensor]:

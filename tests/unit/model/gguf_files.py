@@ -37,14 +37,22 @@ def blocks(weight: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, model: PreTrainedModel, kinds: Kinds, architecture: str = "llama", rope: np.ndarray | None = None
+    path: Path,
+    model: PreTrainedModel,
+    kinds: Kinds,
+    architecture: str = "llama",
+    rope: np.ndarray | None = None,
+    more: Callable[[GGUFWriter], None] = lambda writer: None,
+    has_tokenizer: bool = True,
 ) -> None:
     """Writes a model with a tokenizer of bytes, and factors of its rotary frequencies.
 
     Args:
         rope: the factors.
+        more: adds to the header and the tensors.
     """
     config = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(512)
     writer.add_embedding_length(config.hidden_size)
@@ -52,11 +60,16 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_epsilon)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    write_tokenizer(writer, config.vocab_size)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    if has_tokenizer:
+        write_tokenizer(writer, config.vocab_size)
+    more(writer)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, parameter in model.named_parameters():
@@ -66,6 +79,8 @@ def write_gguf(
             heads = config.num_attention_heads if "q_proj" in base else config.num_key_value_heads
             paired = weight.reshape(heads, 2, -1, weight.shape[1])  # its rotary embedding turns neighbours
             weight = paired.swapaxes(1, 2).reshape(weight.shape)
+        if architecture.startswith("gemma") and weight.ndim == 1:
+            weight = weight + 1  # its norms multiply by 1 more than what transformers keeps
         kind = kinds(name) if weight.ndim == 2 else None
         stored = weight if kind is None else blocks(weight, kind)
         own = None if kind is None else GGMLQuantizationType[kind]

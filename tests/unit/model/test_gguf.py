@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from tests.conftest import tiny_llama
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from tests.conftest import byte_tokenizer, tiny_llama
 from tests.unit.model.gguf_files import RANDOM, blocks, write_gguf
 from tests.unit.model.weights import by_hand
 from torch import Tensor, nn
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from residual_mass import load_gguf
@@ -196,6 +205,211 @@ def test_factors_of_rotary_frequencies_are_applied(tmp_path: Path) -> None:
         plain, _ = load_gguf(tmp_path / "without.gguf", torch.float32, packed)
         expected = plain.model.rotary_emb.inv_freq / torch.from_numpy(factors)
         torch.testing.assert_close(found.model.rotary_emb.inv_freq, expected)
+
+
+Header = Callable[[GGUFWriter], None]
+SHORT = np.linspace(1, 1.3, 32).astype(np.float32)
+LONG = np.linspace(1, 30, 32).astype(np.float32)
+
+
+def linear(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def old_linear(writer: GGUFWriter) -> None:
+    """As in files of 2023."""
+    writer.add_float32("llama.rope.scale_linear", 4.0)
+
+
+def yarn(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(128)
+
+
+def tuned_yarn(writer: GGUFWriter) -> None:
+    yarn(writer)
+    writer.add_rope_scaling_yarn_beta_fast(16.0)
+    writer.add_rope_scaling_yarn_beta_slow(2.0)
+    writer.add_rope_scaling_yarn_attn_factor(1.25)
+
+
+def longrope(columns: int, original: int, attention: float | None = None) -> Header:
+    """As files of Phi-3 have it, which name no type."""
+
+    def add(writer: GGUFWriter) -> None:
+        writer.add_pad_token_id(1)
+        writer.add_rope_dimension_count(columns)
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if attention is not None:
+            writer.add_rope_scaling_attn_factors(attention)
+        writer.add_tensor("rope_factors_long.weight", LONG[: columns // 2])
+        writer.add_tensor("rope_factors_short.weight", SHORT[: columns // 2])
+
+    return add
+
+
+def phi(columns: int, original: int, attention: float | None = None) -> PreTrainedModel:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": original}
+    rope |= {"short_factor": SHORT[: columns // 2].tolist(), "long_factor": LONG[: columns // 2].tolist()}
+    rope |= {"partial_rotary_factor": columns / 64}
+    if attention is not None:
+        rope |= {"attention_factor": attention}
+    shape = SHAPE | {"pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
+    return Phi3ForCausalLM(Phi3Config(**shape, original_max_position_embeddings=original, rope_parameters=rope))
+
+
+def scaled_llama() -> PreTrainedModel:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, head_dim=64, rope_parameters=rope_of("linear", factor=4.0)))
+
+
+def scaled_qwen(**others: Any) -> PreTrainedModel:
+    rope = rope_of("yarn", factor=4.0, original_max_position_embeddings=128, **others)
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, head_dim=64, rope_parameters=rope))
+
+
+def scaled_gemma() -> PreTrainedModel:
+    """Its last layer alone has full attention."""
+    rope = {"full_attention": rope_of("linear", factor=4.0), "sliding_attention": rope_of("default")}
+    shape = SHAPE | {"num_hidden_layers": 6}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**shape, head_dim=64, sliding_window=512, rope_parameters=rope))
+
+
+def starcoder() -> PreTrainedModel:
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    return Starcoder2ForCausalLM(Starcoder2Config(**SHAPE, rope_parameters=rope))
+
+
+def rope_of(kind: str, **others: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **others}
+
+
+def with_base(more: Header) -> Header:
+    def add(writer: GGUFWriter) -> None:
+        writer.add_rope_freq_base(10000.0)
+        writer.add_sliding_window(512)
+        more(writer)
+
+    return add
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "architecture, make, more",
+    [
+        ("llama", scaled_llama, linear),
+        ("llama", scaled_llama, old_linear),
+        ("qwen2", scaled_qwen, yarn),
+        ("qwen2", lambda: scaled_qwen(beta_fast=16.0, beta_slow=2.0, attention_factor=1.25), tuned_yarn),
+        ("gemma3", scaled_gemma, with_base(linear)),
+        ("phi3", lambda: phi(64, 256), longrope(64, 256)),
+        ("phi3", lambda: phi(64, 32, 1.25), longrope(64, 32, 1.25)),
+        ("phi3", lambda: phi(32, 256), longrope(32, 256)),
+        ("starcoder2", starcoder, lambda writer: writer.add_rope_freq_base(1e6)),
+    ],
+)
+@torch.no_grad()
+def test_frequencies_are_scaled_as_the_header_says(
+    architecture: str, make: Callable[[], PreTrainedModel], more: Header, packed: bool, tmp_path: Path
+) -> None:
+    """What transformers does not read of it; 40 tokens are beyond the context of training where that is 32."""
+    torch.manual_seed(0)
+    model = make().eval()
+    kind = GGMLQuantizationType.Q8_0
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.copy_(torch.from_numpy(gguf.dequantize(gguf.quantize(parameter.numpy(), kind), kind)))
+    write_gguf(tmp_path / "tiny.gguf", model, lambda name: "Q8_0", architecture, more=more)
+    found, _ = load_gguf(tmp_path / "tiny.gguf", torch.float64, packed)
+    torch.testing.assert_close(found(IDS).logits, model.double()(IDS).logits, rtol=1e-8, atol=1e-8)
+
+
+def stated(name: str, value: str | float) -> Header:
+    add = "add_string" if isinstance(value, str) else "add_float32"
+    return lambda writer: getattr(writer, add)(f"llama.rope.{name}", value)
+
+
+def lone_factors(writer: GGUFWriter) -> None:
+    yarn(writer)
+    writer.add_tensor("rope_factors_long.weight", LONG)
+
+
+def longrope_by_factor(writer: GGUFWriter) -> None:
+    longrope(64, 256)(writer)
+    writer.add_rope_scaling_factor(4.0)
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (stated("scaling.type", "dynamic"), "llama.rope.scaling.type is dynamic, which is not applied"),
+        (stated("scaling.type", "longrope"), "llama.rope.scaling.type is longrope, which needs rope_factors_long"),
+        (longrope_by_factor, "llama.rope.scaling.type is longrope, which needs .* and no llama.rope.scaling.factor"),
+        (stated("scaling.attn_factor", 1.5), "llama.rope.scaling.attn_factor is 1.5, which is not applied"),
+        (stated("scaling.new_factor", 2.0), "llama.rope.scaling.new_factor is 2.0, which is not applied"),
+        (stated("freq_base_swa", 5000.0), "llama.rope.freq_base_swa is 5000.0, which is not applied"),
+        (lone_factors, "rope_factors_long.weight is not applied beside llama.rope.scaling.type yarn"),
+    ],
+)
+def test_other_scalings_are_refused(more: Header, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, llama(), lambda name: "Q8_0", more=more)
+    for packed in (True, False):
+        with pytest.raises(ValueError, match=f"^{file}: {said}.*; take the model's safetensors") as error:
+            load_gguf(file, packed=packed)
+        assert "\n" not in str(error.value)
+
+
+def test_a_scaling_that_an_architecture_lacks_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, phi(64, 256), lambda name: "Q8_0", "phi3", more=yarn)
+    with pytest.raises(
+        ValueError, match=f"^{file}: phi3.rope.scaling does not fit the architecture .*got yarn.*; take"
+    ):
+        load_gguf(file)
+
+
+def test_factors_of_another_shape_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, llama(), lambda name: "Q8_0", rope=SHORT[:3])
+    for packed in (True, False):
+        with pytest.raises(ValueError, match=r"rope_freqs.weight does not fit .*; take the model's safetensors"):
+            load_gguf(file, packed=packed)
+
+
+def no_scaling(writer: GGUFWriter) -> None:
+    """As many files have it."""
+    writer.add_rope_scaling_type(RopeScalingType.NONE)
+    writer.add_rope_scaling_orig_ctx_len(512)
+    writer.add_rope_scaling_attn_factors(1.0)
+
+
+def test_a_scaling_by_one_changes_nothing(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", llama(), lambda name: "Q8_0", more=no_scaling)
+    found, _ = load_gguf(tmp_path / "tiny.gguf")
+    torch.testing.assert_close(found.model.rotary_emb.inv_freq, llama().model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_part_of_a_model_is_to_be_joined(has_tokenizer: bool, tmp_path: Path) -> None:
+    file = tmp_path / "tiny-00001-of-00002.gguf"
+    write_gguf(
+        file, llama(), lambda name: "Q8_0", more=lambda writer: writer.add_uint16("split.count", 2),
+        has_tokenizer=has_tokenizer,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=f"^{file}: one of 2 parts of a model; join .* `llama-gguf-split --merge"):
+        load_gguf(file)
+
+
+def test_a_file_without_a_tokenizer_takes_another(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, llama(), lambda name: "Q8_0", has_tokenizer=False)
+    with pytest.raises(ValueError, match=rf"^{file}: the file has no tokenizer; name one: .* in lm-eval$"):
+        load_gguf(file)
+    given = byte_tokenizer()
+    model, tokenizer = load_gguf(file, tokenizer=given)
+    assert tokenizer is given and isinstance(model.lm_head, PackedLinear)
 
 
 def spec_of(file: Path, revision: str) -> BackboneSpec:

@@ -91,6 +91,20 @@ def test_blocks_of_a_gguf_file_are_kept_bit_for_bit(kind: str) -> None:
         assert torch.equal(found.codes.view(64, 3, 32), torch.cat((nibbles & 15, nibbles >> 4), -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_codes_of_8_bits_are_kept_only_where_there_were_some(dtype: torch.dtype) -> None:
+    """Bfloat16 rounds more coarsely than 8 bits do on average."""
+    weight = dequantised_from("Q8_0", 64, 96)
+    assert codes_of_8_bits(weight.to(dtype), 32).kept
+    for plain in (torch.randn(64, 96, generator=torch.Generator().manual_seed(0)), dequantised_from("Q5_0", 64, 96)):
+        assert not codes_of_8_bits(plain.to(dtype), 32).kept
+    one_off = weight.clone()
+    one_off[5, 7] = 2.5 / 127 * weight[5, :32].abs().max()
+    assert not codes_of_8_bits(one_off.to(dtype), 32).kept
+    layers = pack_weights(tiny_llama().to(dtype), bits=8).packed_weights
+    assert "rounded" in layers and "kept" not in layers
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gguf_file_keeps_its_codes(dtype: torch.dtype, tmp_path: Path) -> None:
     kinds = {"embed": "Q8_0", "lm_head": "Q8_0", "layers.0": "Q4_0", "layers.1": "Q4_1"}
