@@ -207,6 +207,7 @@ def used(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
+    """Removes a file, or says that it cannot be removed."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

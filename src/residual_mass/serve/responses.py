@@ -43,6 +43,7 @@ class TextSettings(Closed):
 
 
 LOGPROBS = "message.output_text.logprobs"
+"""What a request names in `include` to have logarithms."""
 
 
 class ResponsesRequest(Sampled):
