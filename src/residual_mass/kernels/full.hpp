@@ -102,11 +102,12 @@ struct Eight {
   template <int G>
   static void scores(const Layer& layer, const float* query, const uint8_t* keys, size_t block, float* to, size_t stride) {
     int8_t codes[G * D];
-    float unit[G], base[G];
+    float unit[G], low[G], base[G];
+    const Rounded rounded{codes, unit, low};
     const bf16* scales = layer.scales + block * 2 * D;
-    for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f - CENTRE, codes + g * D, unit[g]);
+    round_queries<D, G>(query, scales, 127.5f - CENTRE, rounded, base);
     products<false, G>(keys, codes, unit, base, to, stride);
-    if (coarse(unit, G)) refine<G>(query, keys, scales, {codes, unit}, to, stride);
+    if (coarse(unit, G)) refine<G>(query, keys, scales, rounded, to, stride);
   }
 
   template <int G>

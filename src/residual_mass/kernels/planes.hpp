@@ -18,25 +18,36 @@ constexpr float COARSE = 1 / 2048.f;  // the rounded queries' scores then have e
 struct Rounded {
   int8_t* codes;  // [G, D]
   float* unit;    // [G]
+  float* low;     // [G] 7.5 * the sum of the codes
 };
 
-// Rounds one query for a block, and returns query . middle - unit * rounded . `less`.
-template <int D>
-float round_query(const float* query, const bf16* scales, float less, int8_t* codes, float& unit) {
-  Floats scaled[D / W], most = all(1e-30f), score = {};
-  for (int i = 0; i < D / W; i++) {
-    scaled[i] = load<Floats>(query + i * W) * widen(scales + D + i * W);
-    most = largest(absolute(scaled[i]), most);
+// Rounds G queries for a block. base: query . middle - unit * rounded . `less` of each. Lanes are added for all queries at
+// once: one by one, these sums would take longer than the products with the block's keys.
+template <int D, int G>
+void round_queries(const float* query, const bf16* scales, float less, Rounded to, float* base) {
+  Floats scaled[G][D / W], most[GROUP], score[GROUP] = {}, totals[GROUP] = {};
+  for (Floats& x : most) x = all(1e-30f);
+  for (int i = 0; i < D; i += W) {
+    const Floats middle = widen(scales + i), step = widen(scales + D + i);
+    for (int g = 0; g < G; g++) {
+      const Floats x = load<Floats>(query + g * D + i);
+      scaled[g][i / W] = x * step, score[g] += x * middle;
+      most[g] = largest(absolute(scaled[g][i / W]), most[g]);
+    }
   }
-  const float top = highest(most), inverse = 127 / top;
-  unit = top / 127;
-  Floats total = {};
-  for (int i = 0; i < D / W; i++) {
-    const Ints code = rounded(scaled[i] * inverse);
-    store_bytes(codes + i * W, code);
-    total += to_floats(code), score += load<Floats>(query + i * W) * widen(scales + i * W);
+  const Floats4 top = folded(most, [](Floats a, Floats b) { return largest(a, b); }), inverse = 127 / top, unit = top / 127;
+  for (int g = 0; g < G; g++) {
+    Ints total = {};
+    for (int i = 0; i < D; i += W) {
+      const Ints code = rounded(scaled[g][i / W] * inverse[g]);
+      store_bytes(to.codes + g * D + i, code);
+      total += code;
+    }
+    totals[g] = to_floats(total);
   }
-  return sum(score - less * unit * total);
+  const auto added = [](Floats a, Floats b) { return a + b; };
+  const Floats4 total = folded(totals, added), bases = folded(score, added) - less * unit * total;
+  for (int g = 0; g < G; g++) to.unit[g] = unit[g], to.low[g] = 7.5f * total[g], base[g] = bases[g];
 }
 
 // The fine codes of one rounded query, and what is added to its products with 16 * high; 0 where the unit is not coarse.
@@ -112,7 +123,7 @@ __attribute__((noinline)) void refine_scan(const float* query, const uint8_t* ke
 template <int D, int G>
 void scan_block(const float* query, const uint8_t* keys, const bf16* scales, Rounded to, float* scores, size_t stride) {
   float base[G];
-  for (int g = 0; g < G; g++) base[g] = round_query<D>(query + g * D, scales, 127.5f - 7.5f, to.codes + g * D, to.unit[g]);
+  round_queries<D, G>(query, scales, 127.5f - 7.5f, to, base);
   scan_products<D, G>(false, keys, to.codes, to.unit, base, scores, stride);
   if (coarse(to.unit, G)) refine_scan<D, G>(query, keys, scales, to, scores, stride);
 }
@@ -162,16 +173,21 @@ inline Chosen choose(const float* scores, int n, int k, int32_t* values, int32_t
   int32_t bound = INT32_MIN;
   if (step > 1 && rank < sampled / 2) bound = threshold_of(values, sampled, rank, rank + rank / 8 + 1);
   int found = 0;
-  for (;; bound = INT32_MIN, found = 0) {
-    const Floats least = all(unordered(bound));  // NaN for INT32_MIN: then all are found
+  if (bound > INT32_MIN) {
+    const Floats least = all(unordered(bound));
     for (int start = 0; start < n; start += BLOCK) {
-      Ints chosen[BLOCK / W], some = {};
-      for (int j = 0; j < BLOCK / W; j++) some |= chosen[j] = ~(load<Floats>(scores + start + j * W) < least);
-      if (!any(some)) continue;
-      for (int j = 0; j < BLOCK / W; j++)
-        found += append(places + found, lanes() + (start + j * W), chosen[j] & first_lanes(n - start - j * W));
+      uint64_t some = 0;  // a bit for each token
+      for (int j = 0; j < BLOCK; j += W) some |= (uint64_t)mask_of(~(load<Floats>(scores + start + j) < least)) << j;
+      if (n - start < BLOCK) some &= (1ull << (n - start)) - 1;
+      const int count = __builtin_popcountll(some);
+      for (int i = 0; i == 0 || i < count; i += 2)  // two a turn, even if there are none: a branch less to foresee
+        for (int j = 0; j < 2; j++, some &= some - 1) places[found + i + j] = start + __builtin_ctzll(some | 1ull << (BLOCK - 1));
+      found += count;
     }
-    if (found >= k || bound == INT32_MIN) break;
+  }
+  if (found < k) {  // without a bound, or with too high a one, all are taken
+    for (int i = 0; i < n; i += W) store(places + i, lanes() + i);
+    found = n;
   }
   for (int i = 0; i < found && step > 1; i++) values[i] = ordered(scores[places[i]]);  // else they are all there
   store(values + found, all(INT32_MIN));
@@ -202,12 +218,13 @@ Sums<D> regression(const Layer& layer, int row, int head, const float* query, co
   const int32_t* bounds = layer.bounds + unit * layer.segments * 2;
   Sums<D> sums;
   sums.top = chosen.threshold;
-  float along = 0, squares = 0, most = 0, count = 0;
+  Floats products = {}, squares = {};
+  float along = 0, most = 0, count = 0;
   int tie = 0;
   for (int p = 0; p < layer.segments; p++) {
     const int start = bounds[2 * p], end = bounds[2 * p + 1];
     if (start >= end) continue;
-    Floats total = {}, mass = {}, products = {}, square = {};
+    Floats total = {}, mass = {};
     const auto each = [&](auto body) {  // whole vectors, and what is left of one
       int i = start;
       for (; i + W <= end; i += W) body(load<Floats>(scores + i), all(-1));
@@ -218,16 +235,17 @@ Sums<D> regression(const Layer& layer, int row, int head, const float* query, co
     each([&](Floats x, Ints inside) {
       const Floats offset = (Floats)((Ints)(x - mean) & inside);
       const Floats weights = (Floats)((Ints)exp2(x - sums.top) & (x < sums.top) & inside);
-      mass += weights, products += weights * offset, square += offset * offset;
+      mass += weights, products += weights * offset, squares += offset * offset;
     });
-    float own = sum(mass), product = sum(products);
-    for (; tie < chosen.ties && ties[tie] < end; tie++) own += 1, product += sums.top - mean;
-    count += end - start, squares += sum(square), along += product, most = std::max(most, __builtin_fabsf(mean));
+    float own = sum(mass);
+    for (; tie < chosen.ties && ties[tie] < end; tie++) own += 1, along += sums.top - mean;
+    count += end - start, most = std::max(most, __builtin_fabsf(mean));
     sums.mass += own;
     sums.add(own, layer.mean_values + (unit * layer.segments + p) * D);
   }
   if (sums.mass == 0) return sums;
-  const float deviation = std::max(__builtin_sqrtf(std::max(squares / count, LEAST_VARIANCE)), ROUNDING * most);
+  along += sum(products);
+  const float deviation = std::max(__builtin_sqrtf(std::max(sum(squares) / count, LEAST_VARIANCE)), ROUNDING * most);
   Floats slope[D / W] = {};
   for (int d = 0; d < D; d++)
     for (int j = 0; j < D / W; j++) slope[j] += query[d] / deviation * widen(layer.slope + (unit * D + d) * D + j * W);
@@ -254,15 +272,12 @@ void add_rows(Sums<D>& sums, const uint8_t* rows, const float* scores, Rounded q
       const int place = places[i + a], at = place / BLOCK * group + g;
       const uint8_t* row = rows + (size_t)place * SIZE;
       const int8_t* codes = queries.codes + at * D;
-      Ints4 rest = {}, middle = {};
-      const auto add = [&](Bytes16 pair, Ints4 one, Ints4 two) {
-        rest = dot4(dot4(rest, pair & 15, one), pair >> 4, two);
-        middle = dot4(dot4(middle, Bytes16{} + 15, one), Bytes16{} + 15, two);
-      };
+      Ints4 low = {};
+      const auto add = [&](Bytes16 pair, Ints4 one, Ints4 two) { low = dot4(dot4(low, pair & 15, one), pair >> 4, two); };
       for (int j = 0; j + 16 <= D / 2; j += 16) add(load<Bytes16>(row + j), load<Ints4>(codes + j), load<Ints4>(codes + D / 2 + j));
       if constexpr (D / 2 % 16 != 0)
         add(load_half<Bytes16>(row + D / 2 - 8), load_half<Ints4>(codes + D / 2 - 8), load_half<Ints4>(codes + D - 8));
-      weights[a] = scores[place] + .5f * queries.unit[at] * (float)sum(rest + rest - middle);
+      weights[a] = scores[place] + queries.unit[at] * ((float)sum(low) - queries.low[at]);
     }
     sums.weigh(weights, count);
     for (int a = 0; a < count; a++) {
@@ -277,15 +292,15 @@ struct Scratch {
   int blocks, group, width, units;
   uint8_t* at;
   size_t scores() const { return sizeof(float) * (group * (size_t)blocks * BLOCK + W); }
-  size_t units_bytes() const { return sizeof(float) * group * blocks; }
-  size_t codes() const { return (size_t)group * blocks * width; }
-  size_t unit() const { return (scores() + units_bytes() + codes() + 63) / 64 * 64; }
+  size_t numbers() const { return (size_t)group * blocks; }
+  size_t codes() const { return numbers() * width; }
+  size_t unit() const { return (scores() + 2 * sizeof(float) * numbers() + codes() + 63) / 64 * 64; }
   size_t places() const { return sizeof(int32_t) * ((size_t)blocks * BLOCK + 2 * W); }
   size_t bytes(int threads) const { return units * unit() + 2 * threads * places(); }
   float* scores_of(int u) const { return (float*)(at + u * unit()); }
   Rounded queries_of(int u) const {
-    uint8_t* after = at + u * unit() + scores();
-    return {(int8_t*)after + units_bytes(), (float*)after};
+    float* after = (float*)(at + u * unit() + scores());
+    return {(int8_t*)(after + 2 * numbers()), after, after + numbers()};
   }
   int32_t* places_of(int thread) const { return (int32_t*)(at + units * unit() + 2 * thread * places()); }
 };
@@ -312,7 +327,8 @@ struct Step {
       const bf16* scales = layer.scales + ((size_t)unit * layer.blocks + b) * 2 * D;
       prefetch(keys + 2 * BLOCK * D, BLOCK * D / 2), prefetch(scales + 8 * D, 4 * D);
       for (int g = 0; g < layer.group; g += GROUP) {
-        const Rounded to{queries.codes + ((size_t)b * layer.group + g) * D, queries.unit + b * layer.group + g};
+        const size_t at = (size_t)b * layer.group + g;
+        const Rounded to{queries.codes + at * D, queries.unit + at, queries.low + at};
         const float* query = layer.query + ((size_t)unit * layer.group + g) * D;
         float* block = scores + g * stride + b * BLOCK;
         switch (std::min(GROUP, layer.group - g)) {

@@ -27,6 +27,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint8_t Bytes __attribute__((vector_size(4 * W)));
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
 typedef int32_t Ints4 __attribute__((vector_size(16)));
+typedef float Floats4 __attribute__((vector_size(16)));
 
 template <class V>
 inline V load(const void* from) {
@@ -123,6 +124,30 @@ inline float folded(Floats x, F f) {
   return _mm_cvtss_f32(f(two, _mm_movehdup_ps(two)));
 }
 #endif
+// All lanes of each of four vectors by an operation of two: vectors of one become vectors of two, then of all four.
+template <class F>
+inline Floats4 folded(const Floats (&x)[4], F f) {
+#if VNNI
+  const auto pairs = [&](Floats a, Floats b) {
+    return (__m512d)f((Floats)_mm512_unpacklo_ps((__m512)a, (__m512)b), (Floats)_mm512_unpackhi_ps((__m512)a, (__m512)b));
+  };
+  const __m512d one = pairs(x[0], x[1]), two = pairs(x[2], x[3]);
+  Floats four = f((Floats)_mm512_unpacklo_pd(one, two), (Floats)_mm512_unpackhi_pd(one, two));
+  four = f(four, (Floats)_mm512_shuffle_f32x4((__m512)four, (__m512)four, 0b01'00'11'10));
+  four = f(four, (Floats)_mm512_shuffle_f32x4((__m512)four, (__m512)four, 0b10'11'00'01));
+  return (Floats4)_mm512_castps512_ps128((__m512)four);
+#elif defined(__AVX2__)
+  const auto pairs = [&](Floats a, Floats b) {
+    return (__m256d)f((Floats)_mm256_unpacklo_ps((__m256)a, (__m256)b), (Floats)_mm256_unpackhi_ps((__m256)a, (__m256)b));
+  };
+  const __m256d one = pairs(x[0], x[1]), two = pairs(x[2], x[3]);
+  const Floats four = f((Floats)_mm256_unpacklo_pd(one, two), (Floats)_mm256_unpackhi_pd(one, two));
+  return (Floats4)_mm256_castps256_ps128((__m256)f(four, (Floats)_mm256_permute2f128_ps((__m256)four, (__m256)four, 1)));
+#else
+  const auto lane = [&](int i) { return Floats{x[0][i], x[1][i], x[2][i], x[3][i]}; };
+  return f(f(lane(0), lane(1)), f(lane(2), lane(3)));
+#endif
+}
 inline float sum(Floats x) {
 #if VNNI
   return _mm512_reduce_add_ps((__m512)x);
@@ -303,15 +328,16 @@ inline int count_from(const int32_t* x, int n, int32_t threshold) {
   return sum(found);
 #endif
 }
-inline bool any(Ints chosen) {
+// A bit for each lane of a comparison, the lowest for the first.
+inline uint32_t mask_of(Ints chosen) {
 #if VNNI
-  return _mm512_movepi32_mask((__m512i)chosen) != 0;
+  return _mm512_movepi32_mask((__m512i)chosen);
 #elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)chosen) != 0;
+  return _mm256_movemask_ps((__m256)chosen);
 #else
-  int32_t found = 0;
-  for (int i = 0; i < W; i++) found |= chosen[i];
-  return found != 0;
+  uint32_t mask = 0;
+  for (int i = 0; i < W; i++) mask |= (chosen[i] & 1u) << i;
+  return mask;
 #endif
 }
 
