@@ -208,11 +208,23 @@ inline Chosen choose(const float* scores, int n, int k, int32_t* values, int32_t
   return {count, ties, unordered(threshold)};
 }
 
+// Rows of the chosen tokens, in the order of their places.
+template <int D>
+struct ChosenRows {
+  static constexpr int SIZE = D / 2 + D + 2;  // bytes: low plane, value, scale of the value
+  const uint8_t* first;                       // of the first token
+  const int32_t* places;
+  int count;
+  const uint8_t* operator[](int i) const { return first + (size_t)places[i] * SIZE; }
+  __attribute__((always_inline)) void fetch(int i) const { prefetch((*this)[i], SIZE), prefetch((*this)[i] + SIZE - 1, 1); }
+};
+
 // Scores x of the unread tokens, weights w = 2^(x - shift), and mean scores m of all tokens of a cluster:
 //   Z = sum w,  nu = sum_p Z_p v_p + sum w (x - m) C q / var(x),
-// as `ScanRegression.terms` has it, slopes limited by the values' own deviations.
+// as `ScanRegression.terms` has it, slopes limited by the values' own deviations. Meanwhile the rows of the chosen tokens
+// are fetched: computing is most of this, and waiting for memory most of what adds them.
 template <int D>
-Sums<D> regression(const Layer& layer, int row, int head, const float* query, const float* scores, const Chosen& chosen, const int32_t* ties) {
+Sums<D> regression(const Layer& layer, int row, int head, const float* query, const float* scores, const Chosen& chosen, const int32_t* ties, const ChosenRows<D>& rows) {
   constexpr float LEAST_VARIANCE = 1e-8f * 2.0813690f, ROUNDING = 64 * 1.1920929e-7f;  // of scores in nats, in (log 2)^2
   const size_t unit = (size_t)row * layer.heads + head;
   const int32_t* bounds = layer.bounds + unit * layer.segments * 2;
@@ -220,8 +232,9 @@ Sums<D> regression(const Layer& layer, int row, int head, const float* query, co
   sums.top = chosen.threshold;
   Floats products = {}, squares = {};
   float along = 0, most = 0, count = 0;
-  int tie = 0;
+  int tie = 0, fetched = 0;
   for (int p = 0; p < layer.segments; p++) {
+    for (const int end = (int64_t)rows.count * (p + 1) / layer.segments; fetched < end;) rows.fetch(fetched++);
     const int start = bounds[2 * p], end = bounds[2 * p + 1];
     if (start >= end) continue;
     Floats total = {}, mass = {};
@@ -259,18 +272,14 @@ Sums<D> regression(const Layer& layer, int row, int head, const float* query, co
 
 // Adds the chosen tokens: the low plane completes their scores, and values are rows of 8 bits.
 template <int D>
-void add_rows(Sums<D>& sums, const uint8_t* rows, const float* scores, Rounded queries, int g, int group, const int32_t* places, int n) {
-  constexpr int SIZE = D / 2 + D + 2;
+void add_rows(Sums<D>& sums, const ChosenRows<D>& rows, const float* scores, Rounded queries, int g, int group) {
   float weights[ROWS];
-  for (int i = 0; i < n; i += ROWS) {
-    const int count = std::min(ROWS, n - i);
+  for (int i = 0; i < rows.count; i += ROWS) {
+    const int count = std::min(ROWS, rows.count - i);
     for (int a = 0; a < count; a++) {
-      if (i + a + ROWS < n) {
-        const uint8_t* later = rows + (size_t)places[i + a + ROWS] * SIZE;
-        prefetch(later, SIZE), prefetch(later + SIZE - 1, 1);
-      }
-      const int place = places[i + a], at = place / BLOCK * group + g;
-      const uint8_t* row = rows + (size_t)place * SIZE;
+      if (i + a + ROWS < rows.count) rows.fetch(i + a + ROWS);
+      const int place = rows.places[i + a], at = place / BLOCK * group + g;
+      const uint8_t* row = rows[i + a];
       const int8_t* codes = queries.codes + at * D;
       Ints4 low = {};
       const auto add = [&](Bytes16 pair, Ints4 one, Ints4 two) { low = dot4(dot4(low, pair & 15, one), pair >> 4, two); };
@@ -281,8 +290,8 @@ void add_rows(Sums<D>& sums, const uint8_t* rows, const float* scores, Rounded q
     }
     sums.weigh(weights, count);
     for (int a = 0; a < count; a++) {
-      const uint8_t* row = rows + (size_t)places[i + a] * SIZE;
-      sums.add(weights[a] * widen_one(row + SIZE - 2), (const int8_t*)row + D / 2);
+      const uint8_t* row = rows[i + a];
+      sums.add(weights[a] * widen_one(row + D / 2 + D), (const int8_t*)row + D / 2);
     }
   }
 }
@@ -362,14 +371,12 @@ struct Step {
       for (int i = chosen.ties++; i > 0; i--) ties[i] = ties[i - 1];
       ties[0] = places[0], chosen.count = 0;
     }
-    Sums<D> sums;
+    const ChosenRows<D> rows{layer.rows + (size_t)unit * layer.blocks * BLOCK * ChosenRows<D>::SIZE, places, chosen.count};
+    Sums<D> sums, rest;
+    if (layer.residual && k < tokens) rest = regression(layer, row, head, query, scores, chosen, ties, rows);
     add_recent(sums, query, layer.recent + (size_t)unit * layer.room * 2 * D, layer.recents[row]);
-    const uint8_t* rows = layer.rows + (size_t)unit * layer.blocks * BLOCK * (D / 2 + D + 2);
-    add_rows(sums, rows, scores, scratch.queries_of(slot), g, layer.group, places, chosen.count);
-    if (layer.residual && k < tokens) {
-      const Sums<D> rest = regression<D>(layer, row, head, query, scores, chosen, ties);
-      sums.merge(rest.top, rest.mass, (const float*)rest.value);
-    }
+    add_rows(sums, rows, scores, scratch.queries_of(slot), g, layer.group);
+    sums.merge(rest.top, rest.mass, (const float*)rest.value);
     sums.write(layer.output + (size_t)query_head * D, layer.log_mass + query_head);
   }
 
