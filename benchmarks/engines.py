@@ -41,6 +41,7 @@ from residual_mass.texts.assets import SMOLLM2, model_folder
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"method": "full", "budget": None},
     "cache8": {"method": "cache8", "budget": 0.02},
+    "scan0.5": {"method": "scan4_regression_64", "budget": 0.005},
     "scan2": {"method": "scan4_regression_64", "budget": 0.02},
     "scan4": {"method": "scan4_regression_64", "budget": 0.04},
 }

@@ -15,6 +15,7 @@ from residual_mass.cli import _parser
 from residual_mass.paper.tables import find
 from residual_mass.spec.settings import to_json
 from residual_mass.spec.specs import GenerateSpec, TrainSpec, parse_spec
+from residual_mass.study.resources import JobSize
 
 MINI = "config/studies/mini.yaml"
 
@@ -118,6 +119,20 @@ def test_another_number_of_gpus_trains_nothing_again(checkout: Path) -> None:
         (checkout / path).write_text("{}")
     commands(1, 2, "--cores", "1", "--touch", "--force")
     assert commands(2, 2) == [] and len(commands(2, 4)) == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "megabytes"),
+    [
+        ({"backbone": "1b", "length": "64k"}, 64000),
+        ({"backbone": "smol", "length": "2k"}, 7024),
+        ({"backbone": "qwen", "length": "32640"}, 22320),
+        ({"backbone": "smol"}, 7024),  # latencies up to 2k
+        ({"backbone": "qwen"}, 22320),
+    ],
+)
+def test_jobs_without_a_gpu_ask_for_memory_by_their_length(place: dict[str, str], megabytes: int) -> None:
+    assert JobSize(plan_of(ROOT), None).memory(Wildcards(fromdict=place)) == megabytes
 
 
 @pytest.mark.parametrize(("config", "counts"), [({}, [500, 20, 500, 500]), ({"examples": 1}, [20, 20, 1, 1])])

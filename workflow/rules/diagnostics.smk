@@ -16,7 +16,7 @@ rule capture:
     threads: machine.half_of_the_cores
     resources:
         gpu=machine.gpus,
-        mem_mb=machine.with_gpu(64000, 6000),
+        mem_mb=machine.memory,
         runtime=machine.with_gpu(240, 120),
     params:
         stage="capture",

@@ -16,7 +16,7 @@ rule generate:
     threads: machine.half_of_the_cores
     resources:
         gpu=machine.gpus,
-        mem_mb=machine.with_gpu(64000, 6000),
+        mem_mb=machine.memory,
         runtime=machine.with_gpu(1440, 240),
     params:
         stage="generate",
@@ -43,7 +43,7 @@ use rule generate as force with:
     priority: 20  # the first figure
     resources:
         gpu=machine.gpus,
-        mem_mb=machine.with_gpu(64000, 6000),
+        mem_mb=machine.memory,
         runtime=machine.with_gpu(480, 240),
     params:
         stage="force",
