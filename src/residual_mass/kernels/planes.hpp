@@ -177,7 +177,7 @@ inline Chosen choose(const float* scores, int n, int k, int32_t* values, int32_t
     const Floats least = all(unordered(bound));
     for (int start = 0; start < n; start += BLOCK) {
       uint64_t some = 0;  // a bit for each token
-      for (int j = 0; j < BLOCK; j += W) some |= (uint64_t)mask_of(~(load<Floats>(scores + start + j) < least)) << j;
+      for (int j = 0; j < BLOCK; j += W) some |= (uint64_t)not_below(load<Floats>(scores + start + j), least) << j;
       if (n - start < BLOCK) some &= (1ull << (n - start)) - 1;
       const int count = __builtin_popcountll(some);
       for (int i = 0; i == 0 || i < count; i += 2)  // two a turn, even if there are none: a branch less to foresee
@@ -247,7 +247,7 @@ Sums<D> regression(const Layer& layer, int row, int head, const float* query, co
     const float mean = sum(total) / (end - start);
     each([&](Floats x, Ints inside) {
       const Floats offset = (Floats)((Ints)(x - mean) & inside);
-      const Floats weights = (Floats)((Ints)exp2(x - sums.top) & (x < sums.top) & inside);
+      const Floats weights = (Floats)((Ints)exp2_rough(x - sums.top) & (x < sums.top) & inside);
       mass += weights, products += weights * offset, squares += offset * offset;
     });
     float own = sum(mass);

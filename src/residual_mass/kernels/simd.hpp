@@ -231,7 +231,8 @@ inline Floats exp2_by(Floats x, const float (&coefficients)[N]) {
 inline Floats exp2(Floats x) {
   return exp2_by<-127>(x, {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f});
 }
-// 2^x with a relative error of 3e-6, for what is rounded to 8 bits, and never a number below the normal ones, which are slow.
+// 2^x with a relative error of 3e-6, for what is rounded to 8 bits or estimated, and never a number below the normal ones,
+// which are slow.
 inline Floats exp2_rough(Floats x) { return exp2_by<-125>(x, {9.5825763e-3f, 5.5906828e-2f, 2.4024107e-1f, 6.9312412e-1f}); }
 inline float exp2(float x) { return exp2(all(x))[0]; }
 
@@ -328,15 +329,15 @@ inline int count_from(const int32_t* x, int n, int32_t threshold) {
   return sum(found);
 #endif
 }
-// A bit for each lane of a comparison, the lowest for the first.
-inline uint32_t mask_of(Ints chosen) {
+// A bit for each lane, the lowest for the first: whether x is not below y.
+inline uint32_t not_below(Floats x, Floats y) {
 #if VNNI
-  return _mm512_movepi32_mask((__m512i)chosen);
+  return _mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_NLT_UQ);
 #elif defined(__AVX2__)
-  return _mm256_movemask_ps((__m256)chosen);
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)y, _CMP_NLT_UQ));
 #else
   uint32_t mask = 0;
-  for (int i = 0; i < W; i++) mask |= (chosen[i] & 1u) << i;
+  for (int i = 0; i < W; i++) mask |= (uint32_t)!(x[i] < y[i]) << i;
   return mask;
 #endif
 }
