@@ -125,6 +125,26 @@ def test_tokens_to_read(library: Library, k: int, residual: bool) -> None:
     check(LayerCache(library, keys, values, [0], k=[k], clusters=8, residual=residual), query)
 
 
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("k", [0, 1, 2, 30, 700, 4000, 8979, 8980])
+def test_tokens_to_read_of_many(library: Library, k: int, residual: bool) -> None:
+    keys, values, query = made(9001, heads=1)
+    check(LayerCache(library, keys, values, [0], k=[k], clusters=8, residual=residual), query)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_a_sample_of_scores_that_misleads(library: Library, lanes: int) -> None:
+    """Every fifth vector of scores is sampled, and high scores are there alone: fewer than K are above the bound.
+
+    Vectors have 4, 8 or 16 numbers; the first 4 tokens are in none.
+    """
+    keys, values, query = made(9001, heads=1, group=1)
+    sampled = torch.arange(8980) // lanes % 5 == 2
+    high = sampled.nonzero().flatten()[:: int(sampled.sum()) // 100]
+    keys[:, :, 4 + high] += 4 * query[0, 0] / torch.linalg.vector_norm(query[0, 0])
+    check(LayerCache(library, keys, values, [0], k=[180], clusters=1), query)
+
+
 @pytest.mark.parametrize("clusters", [1, 2, 64, 300])
 def test_clusters_also_empty_ones(library: Library, clusters: int) -> None:
     keys, values, query = made(200)
