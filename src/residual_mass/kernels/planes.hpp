@@ -36,15 +36,12 @@ void round_queries(const float* query, const bf16* scales, float less, Rounded t
     }
   }
   const Floats4 top = folded(most, [](Floats a, Floats b) { return largest(a, b); }), inverse = 127 / top, unit = top / 127;
-  for (int g = 0; g < G; g++) {
-    Ints total = {};
+  for (int g = 0; g < G; g++)
     for (int i = 0; i < D; i += W) {
       const Ints code = rounded(scaled[g][i / W] * inverse[g]);
       store_bytes(to.codes + g * D + i, code);
-      total += code;
+      totals[g] += to_floats(code);
     }
-    totals[g] = to_floats(total);
-  }
   const auto added = [](Floats a, Floats b) { return a + b; };
   const Floats4 total = folded(totals, added), bases = folded(score, added) - less * unit * total;
   for (int g = 0; g < G; g++) to.unit[g] = unit[g], to.low[g] = 7.5f * total[g], base[g] = bases[g];
